@@ -21,7 +21,12 @@ from penstock.runtime.transport import ThreadTransport
 
 EVERY = [Case(family, model, optimizer=which) for family in TRAINING for model in MODELS for which in (False, True)]
 HALF = [Case(family, list(MODELS)[row % len(MODELS)], rows=9, bfloat16=True) for row, family in enumerate(TRAINING)]
-SEARCHED = [Case("auto", "transformer", optimizer=True), Case("auto", "skip"), Case("auto", "mlp", stages=2, rows=7)]
+SEARCHED = [
+    Case("auto", "transformer", optimizer=True),
+    Case("auto", "skip"),
+    Case("auto", "mlp", stages=2, rows=7),
+    Case("steady", "mlp", stages=8, microbatches=6, rows=13, optimizer=True),
+]
 PROCESSES = ["shared", "distributed"]  # transports
 
 

@@ -33,6 +33,7 @@ from penstock.schedule.topology import Topology
 __all__ = ["LARGE", "ROUNDING", "Objective", "Orders", "Problem", "stage_costs"]
 
 ROUNDING = 1e-9  # relative: sums of thirds
+MORE = 1.3  # W than the shortest way takes are kept for the time between two steps
 LARGE = 100_000  # computes; from here on a rule takes the better part of a second
 Objective = Literal["makespan", "span", "steady"]
 Orders = list[list[int]]  # of each rank, its actions in order, as numbers
@@ -145,7 +146,7 @@ class Problem:
 
     @cached_property
     def between(self) -> list[int]:
-        """How many W each rank can run between two steps that overlap, before its next forward is there.
+        """How many W each rank should keep for the time between two steps that overlap, until its next F is there.
 
         Its last I is of its first stage. From there the gradient goes to the first stage, and the first forward of the
         next step comes from there.
@@ -161,7 +162,7 @@ class Problem:
             owned = self.placement.stages_of(rank)
             first, weight = owned[0], sum(self._times[2 * self.stages + stage] for stage in owned) / len(owned)
             way = sum(ways[:first]) + hops_back[first]
-            found.append(round(way / weight) if weight else 0)
+            found.append(round(MORE * way / weight) if weight else 0)
         return found
 
     def _spread(self, by_place: Sequence[float]) -> list[float]:

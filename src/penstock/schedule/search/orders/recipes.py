@@ -40,9 +40,9 @@ RHYTHMS = (
 )
 WAVES = (
     Wave(),
-    Wave(input=-0.06, patience=0.25, overrun=0.17, weight_time=0.165),
-    Wave(input=-0.06, pace=0.7, overrun=0.1, weight_time=0.17),
-    Wave(interval=0.43, input=-0.1, pace=0.8, weight_time=0.1),
+    Wave(input=-0.2, patience=0.25),
+    Wave(input=-0.06, pace=0.7, patience=0.0),
+    Wave(interval=0.43, input=-0.1, pace=0.8, patience=0.0),
 )
 PATIENCES = (1.0, 0.0)
 SHARES = (1.0, 1.0, 1.0, 0.9, 0.8, 0.7)  # of the memory, for orders that hold less than they may
@@ -60,7 +60,7 @@ def made(problem: Problem, recipe: Recipe) -> Orders | None:
 def overruns_for(recipe: Recipe) -> tuple[Overrun, ...]:
     """How late W may make other actions, where it is filled into an order of this kind."""
     if isinstance(recipe, Wave):
-        return (0.6, 0.6), (0.7, 0.4), (0.6, 0.0), (0.0, 0.0)
+        return (0.8, 0.8), (0.99, 0.99), (0.6, 0.6), (0.6, 0.0)
     if isinstance(recipe, Rhythm):
         return (0.9, 0.0), (0.8, 0.0), (0.65, 0.0), (0.3, 0.3), (0.0, 0.0)
     return (*OVERRUNS[::2], IN_TURN) if isinstance(recipe, Grouping) else OVERRUNS
@@ -168,8 +168,8 @@ def _wave(_: Problem, generator: random.Random) -> dict[str, Any]:
         "size": generator.choice((1.0, 1.0, 1.0, generator.uniform(0.4, 2.0))),
         "interval": generator.choice((0.5, generator.uniform(0.3, 0.6), generator.random())),
         "input": generator.choice((0.0, generator.gauss(0.0, 0.2))),
+        "late": generator.choice((0.2, generator.random())),
         "pace": generator.choice((1.0, generator.uniform(0.6, 1.1))),
-        "first": generator.choice((0.0, generator.gauss(0.0, 0.1))),
         "patience": generator.choice((0.0, 0.0, generator.random())),
         "overrun": generator.random(),
         "weight_time": generator.choice((1.0, generator.uniform(0.1, 1.0))),

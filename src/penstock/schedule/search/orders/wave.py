@@ -34,12 +34,12 @@ class Wave:
 
     size: float = 1.0  # of a group, in ranks
     interval: float = 0.5  # between two microbatches of a group; 1 is what a rank has to do for one
-    input: float = 0.0  # how much later gradients come first, in steps of a leg
+    input: float = -0.12  # how much later gradients come first, in steps of a leg
+    late: float = 0.2  # the same for the last group in addition, where forwards should come through first
     pace: float = 1.0  # how long the legs of gradients take, as a share of those of forwards
-    first: float = 0.0  # how much later the first forwards of a group come first, in steps of a leg
-    patience: float = 0.0  # how long to wait for what should come first, in forwards
-    overrun: float = 0.4  # the share of a W by which it may make the next action late
-    weight_time: float = 0.3  # the clock, in true W and hops
+    patience: float = 0.6  # how long to wait for what should come first, in forwards
+    overrun: float = 0.15  # the share of a W by which it may make the next action late
+    weight_time: float = 0.1  # the clock, in true W and hops
     hop_time: float = 0.0
     memory: float = 1.0  # the share of the caps to use
 
@@ -55,7 +55,7 @@ class _Sweep(Clocked):
     def __init__(self, problem: Problem, wave: Wave) -> None:
         super().__init__(problem, wave.memory, wave.weight_time, wave.hop_time)
         self.patience, self.keep = wave.patience * self.mean, 1 - wave.overrun
-        self.forward_at, self.input_at, self.turn = _times(problem, wave)
+        self.forward_at, self.input_at, self.turn, self.input_turn = _times(problem, wave)
         self.forwards, self.inputs = [0] * problem.stages, [0] * problem.stages
         self.owned = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
 
@@ -100,27 +100,28 @@ class _Sweep(Clocked):
                 found.append((stage * count + microbatch, key, arrival - now, fits))
             microbatch = self.inputs[stage]
             if microbatch < count and (arrival := at[size + stage * count + microbatch]) >= 0.0:
-                key = self.input_at[stage] + self.turn[microbatch]
+                key = self.input_at[stage] + self.input_turn[microbatch]
                 x = size + stage * count + microbatch
                 found.append((x, key, arrival - now, self.fits(rank, x)))
         return found
 
 
-def _times(problem: Problem, wave: Wave) -> tuple[list[float], list[float], list[float]]:
-    """Where the first microbatch's F and I stand in each stage, and how much later each microbatch does."""
+def _times(problem: Problem, wave: Wave) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Where the first microbatch's F and I stand in each stage, and how much later those of each microbatch do."""
     ranks, stages, count = problem.ranks, problem.stages, problem.microbatches
     legs, work = stages // ranks, problem.busiest or 1.0  # any will do if nothing takes time
     hop = sum(problem.wires[0][:2]) if ranks > 1 else 0.0
     down = ranks * (sum(problem.time[: problem.size]) / problem.size + hop)
     pair = ranks * work * 2 / legs  # of a leg down and a leg up, for a group
     knots = [leg // 2 * pair + leg % 2 * down for leg in range(2 * legs + 1)]
-    forward = [knots[0] + wave.first * pair, *knots[1 : legs + 1]]
+    forward = knots[: legs + 1]
     backward = [knots[legs] + (knot - knots[legs]) * wave.pace + wave.input * pair for knot in knots[legs:]]
     forward_at = [_between(forward, stage / ranks) for stage in range(stages)]
     input_at = [_between(backward, legs - (stage / ranks)) for stage in range(stages)]
     size = max(1, round(wave.size * ranks))
     turn = [work * (m // size * size + m % size * wave.interval) for m in range(count)]
-    return forward_at, input_at, turn
+    last = (count - 1) // size * size  # the first of the last group
+    return forward_at, input_at, turn, [key + wave.late * pair * (m >= last) for m, key in enumerate(turn)]
 
 
 def _between(knots: list[float], place: float) -> float:

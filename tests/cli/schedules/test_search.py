@@ -108,3 +108,11 @@ def test_what_a_curve_cannot_do_is_refused(options: tuple[object, ...], message:
     result = run(*options)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(("file", "why"), [("x.txt", "ends in .csv or .json"), ("no/x.json", "there is no folder no")])
+def test_a_file_that_cannot_be_written_is_refused_before_the_search(file: str, why: str) -> None:
+    """It was refused afterwards, and what an hour had found was lost."""
+    result = run("-r", 2, "-m", 4, "--save", file, "--seconds", 3600)
+    assert result.exit_code == 2
+    assert why in result.stderr

@@ -76,3 +76,11 @@ def test_costs_by_stage_and_memory_by_rank() -> None:
     refused = run("-r", 2, "-m", 6, "--forward", "1,2,2", "--seconds", 0)
     assert refused.exit_code == 2
     assert "forward is for 3 stages" in refused.stderr
+
+
+@pytest.mark.parametrize(("file", "why"), [("x.txt", "ends in .csv or .json"), ("no/x.json", "there is no folder no")])
+def test_a_file_that_cannot_be_written_is_refused_before_the_search(file: str, why: str) -> None:
+    """It was refused afterwards, and what an hour had found was lost."""
+    result = run("-r", 2, "-m", 4, "--save", file, "--seconds", 3600)
+    assert result.exit_code == 2
+    assert why in result.stderr

@@ -22,7 +22,7 @@ from penstock.schedule import (
 )
 from penstock.schedule.search.orders.evaluate import Candidate, complete, price
 from penstock.schedule.search.orders.grouped import Grouping, group_sizes, grouped
-from penstock.schedule.search.orders.recipes import drawn, made
+from penstock.schedule.search.orders.recipes import drawn, first_recipes, made
 from penstock.schedule.search.orders.rhythm import Rhythm, follow
 from penstock.schedule.search.problem import Problem
 
@@ -53,6 +53,21 @@ def test_groups_of_half_the_ranks_idle_little_in_five_eighths_of_the_memory() ->
 
 def test_the_rhythm_of_a_v_idles_little_in_half_of_the_memory() -> None:
     assert idle_of(problem(Placement.v(8, 2), 24, 5.0), Rhythm(), (0.9, 0.0)) <= 0.170
+
+
+def test_in_a_quarter_of_the_memory_microbatches_that_never_rest_idle_least() -> None:
+    """What is on its way goes on at once, and the next one starts when memory can bear it."""
+    given = problem(Placement.v(8, 2), 24, 2.0)
+    paced = idle_of(given, Rhythm(patience=0.0, weight_time=1.0, hop_time=1.0, pace=1.12), (0.9, 0.0))
+    assert paced <= 0.565
+    assert paced < idle_of(given, Rhythm(slack=None), (0.9, 0.0)) - 0.03
+
+
+def test_where_memory_is_tight_groups_as_large_as_it_holds_come_first() -> None:
+    """Groups that never make a rank wait do not fit; of the others, larger ones idle less."""
+    first = first_recipes(problem(Placement.loop(8, 4), 24, 4.0))[0]
+    assert first == Grouping(4, patience=0.0)
+    assert first_recipes(problem(Placement.loop(8, 4), 24, 8.0))[0] != Grouping(8, patience=0.0)
 
 
 def test_a_group_that_memory_does_not_hold_has_no_order() -> None:

@@ -121,7 +121,7 @@ def test_costs_by_stage_say_how_many_stages_there_are() -> None:
     found = search_report(2, 5, costs, memory=4, effort=500)
     assert {tried.stages_per_rank for tried in found.tried} == {2}
     assert found.costs == costs
-    with pytest.raises(UsageError, match="forward is for 4 stages and .*, but 3 ranks"):
+    with pytest.raises(UsageError, match=r"forward is for 4 stages and .*, but 3 ranks"):
         search(3, 5, costs)
 
 

@@ -23,6 +23,7 @@ from penstock.cli.source import MOST_COMPUTES, MOST_SEARCHED, AsJson, BatchSizes
 from penstock.errors import UsageError
 from penstock.schedule import Found, search_curve, search_report
 from penstock.schedule.columns import check_size
+from penstock.schedule.files.text import file_kind
 from penstock.schedule.search.curve import SHARES
 from penstock.view.figures import percent
 
@@ -118,6 +119,7 @@ def search(
     budget: dict[str, Any] = {"seconds": limit, "effort": effort, "seed": seed}
     kinds = tuple(name.strip() for name in placements.split(","))
     caps = None if memory is None else amounts("--memory", memory)
+    _check_targets(save, html)
     if curve:
         refuse_with_curve(
             {"--save": save, "--draw": draw, "--recompute": recompute, "--objective": objective != "makespan"}
@@ -140,6 +142,15 @@ def search(
         write_json(_document(found))
     else:
         _write(found, draw, save)
+
+
+def _check_targets(save: str | None, html: Path | None) -> None:
+    """Refuse what cannot be written before the search: what it found would be lost."""
+    if save is not None:
+        file_kind(Path(save))
+    for option, path in (("--save", save), ("--html", html)):
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise UsageError(f"{option} {path}: there is no folder {Path(path).parent}; make it, or name another one")
 
 
 def _write(found: Found, draw: bool, save: str | None) -> None:

@@ -81,14 +81,14 @@ def _read_cell(cell: str, row: int, column: int) -> Action:
 def save(schedule: Schedule, path: str | PathLike[str]) -> None:
     """Write `.csv` or `.json`."""
     path = Path(path)
-    text = {".csv": to_csv, ".json": to_json}[_kind(path)](schedule)
+    text = {".csv": to_csv, ".json": to_json}[file_kind(path)](schedule)
     path.write_text(text, encoding="utf-8", newline="")
 
 
 def load(path: str | PathLike[str], facts: dict[str, Any], check: bool = True) -> Schedule:
     """Read `.csv` or `.json`, and see whether it is for the stated `facts`; all faults at once."""
     path = Path(path)
-    kind = _kind(path)
+    kind = file_kind(path)
     text = read_file(path)
     if kind == ".csv":
         schedule = from_csv(text, taken(facts))
@@ -105,7 +105,8 @@ def load(path: str | PathLike[str], facts: dict[str, Any], check: bool = True) -
     return schedule
 
 
-def _kind(path: Path) -> str:
+def file_kind(path: Path) -> str:
+    """.csv or .json, by the name of the file; anything else is refused."""
     kind = path.suffix.lower()
     if kind not in (".csv", ".json"):
         raise UsageError(f"{path.name}: the name of a schedule's file ends in .csv or .json, so that its form is known")

@@ -30,7 +30,7 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.timing.costs import Costs, memory_by_op
 from penstock.schedule.topology import Topology
 
-__all__ = ["LARGE", "ROUNDING", "Objective", "Orders", "Problem", "stage_costs"]
+__all__ = ["LARGE", "ROUNDING", "Objective", "Orders", "Problem", "schedule_of", "stage_costs"]
 
 ROUNDING = 1e-9  # relative: sums of thirds
 MORE = 1.3  # W than the shortest way takes are kept for the time between two steps
@@ -225,28 +225,31 @@ class Problem:
 
     def schedule(self, orders: Orders, name: str) -> Schedule:
         """The aligned schedule of complete orders."""
-        return align(
-            Schedule(
-                self._columns(orders),
-                placement=self.placement,
-                microbatches=self.microbatches,
-                topology=self.topology,
-                forward_only=False,
-                recompute=self.recompute,
-                name=name,
-                passes=(),
-            )
+        return schedule_of(orders, self.placement, self.topology, self.microbatches, self.recompute, name)
+
+
+def schedule_of(
+    orders: Orders, placement: Placement, topology: Topology, microbatches: int, recompute: frozenset[int], name: str
+) -> Schedule:
+    """The aligned schedule of complete orders, made without an object for each action."""
+    import numpy as np
+
+    lengths = tuple(map(len, orders))
+    starts = np.array([0, *accumulate(lengths)])
+    numbers = np.fromiter(chain.from_iterable(orders), dtype=np.int64, count=int(starts[-1]))
+    third, rest = np.divmod(numbers, placement.stages * microbatches)
+    stage, microbatch = (part.astype(np.int32) for part in np.divmod(rest, microbatches))
+    position = (np.arange(len(numbers)) - np.repeat(starts[:-1], lengths)).astype(np.int32)
+    op, peer = np.array(OPS, dtype=np.int8)[third], np.full(len(numbers), -1, dtype=np.int32)
+    return align(
+        Schedule(
+            Columns(lengths, starts, position, stage, op, microbatch, peer),
+            placement=placement,
+            microbatches=microbatches,
+            topology=topology,
+            forward_only=False,
+            recompute=recompute,
+            name=name,
+            passes=(),
         )
-
-    def _columns(self, orders: Orders) -> Columns:
-        """Complete orders as columns, without an object for each action."""
-        import numpy as np
-
-        lengths = tuple(map(len, orders))
-        starts = np.array([0, *accumulate(lengths)])
-        numbers = np.fromiter(chain.from_iterable(orders), dtype=np.int64, count=int(starts[-1]))
-        third, rest = np.divmod(numbers, self.size)
-        stage, microbatch = (part.astype(np.int32) for part in np.divmod(rest, self.microbatches))
-        position = (np.arange(len(numbers)) - np.repeat(starts[:-1], lengths)).astype(np.int32)
-        op = np.array(OPS, dtype=np.int8)[third]
-        return Columns(lengths, starts, position, stage, op, microbatch, np.full(len(numbers), -1, dtype=np.int32))
+    )

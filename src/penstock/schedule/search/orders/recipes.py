@@ -44,6 +44,8 @@ WAVES = (
     Wave(input=-0.06, pace=0.7, patience=0.0),
     Wave(interval=0.43, input=-0.1, pace=0.8, patience=0.0),
 )
+PACED = tuple(Rhythm(patience=0.0, weight_time=1.0, hop_time=1.0, pace=pace) for pace in (1.12, 1.075, 1.165, 1.24))
+TIGHT = 0.55  # of 1F1B's memory: below it, a V's rhythm does not fit
 PATIENCES = (1.0, 0.0)
 SHARES = (1.0, 1.0, 1.0, 0.9, 0.8, 0.7)  # of the memory, for orders that hold less than they may
 
@@ -71,9 +73,12 @@ def first_recipes(problem: Problem) -> list[Recipe]:
     if problem.ranks == 1 or problem.stages == problem.ranks:
         return list(RULES)
     if _is_v(problem.placement):
-        return [*WAVES, *RULES] if problem.objective == "steady" else [*RHYTHMS, *RULES]
+        if problem.objective == "steady":
+            return [*WAVES, *RULES]
+        return [*(PACED if _is_tight(problem) else ()), *RHYTHMS, *RULES]
     lap = _lap(problem.placement)
-    return [*(Grouping(size, patience) for size in _sizes(problem, lap) for patience in PATIENCES if lap > 1), *RULES]
+    patiences = PATIENCES[::-1] if _is_tight(problem) else PATIENCES  # ranks wait for memory, not for each other
+    return [*(Grouping(size, patience) for size in _sizes(problem, lap) for patience in patiences if lap > 1), *RULES]
 
 
 def _is_v(placement: Placement) -> bool:
@@ -81,6 +86,12 @@ def _is_v(placement: Placement) -> bool:
     row = placement.by_stage[: placement.ranks]
     turns = len(placement.by_stage) // placement.ranks
     return placement.by_stage == tuple(rank for turn in range(turns) for rank in row[:: -1 if turn % 2 else 1])
+
+
+def _is_tight(problem: Problem) -> bool:
+    """Is memory too short for ranks that never wait?"""
+    held = max(sum(problem.most[stage] for stage in problem.placement.stages_of(rank)) for rank in range(problem.ranks))
+    return min(problem.memory) < TIGHT * problem.ranks * held
 
 
 def _lap(placement: Placement) -> int:
@@ -98,6 +109,8 @@ def _sizes(problem: Problem, ranks: int) -> list[int]:
     fitting = 2 * ranks if cap == math.inf or not held else int((cap / held - ranks) / (per_rank - 1) + 1e-9)
     whole = ranks if cap == math.inf or not held else int(cap / held / per_rank + 1e-9)
     wanted = [fitting, fitting - 1, ranks // 2, (ranks + 1) // 2, whole, 3 * ranks // 4]
+    if _is_tight(problem):
+        wanted.insert(0, whole)
     if ranks < problem.ranks:  # host by host: what passes one host waits for no other
         wanted = [ranks // 2, ranks, fitting]
     elif fitting > ranks:  # with groups of fewer, a rank waits for the hops of each lap
@@ -160,6 +173,7 @@ def _rhythm(problem: Problem, generator: random.Random) -> dict[str, Any]:
         "memory": generator.choice(SHARES),
         "weight_time": generator.choice((1.0, 1.0, generator.uniform(0.3, 1.2))),
         "hop_time": generator.choice((0.0, 1.0)),
+        "pace": generator.choice((None, generator.uniform(1.0, 1.25))) if _is_tight(problem) else None,
     }
 
 

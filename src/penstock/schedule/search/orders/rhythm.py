@@ -12,6 +12,10 @@ p / 2 microbatches.
 The rhythm tells what should come first when several actions are there, not when they run: a rank that is free takes the
 first of what has arrived, so that the fill is quick. A share of memory for each stage (`quotas`) keeps one stage from
 taking what another one needs.
+
+In less memory than that, ranks must wait. What a microbatch holds, it holds for as long as it is on its way: so with a
+`pace`, the ones on their way go without rest, and the next one starts only after the time in which memory can bear
+another.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ class Rhythm:
     memory: float = 1.0  # the share of the caps to use
     weight_time: float = 0.7  # the clock, in true W and hops
     hop_time: float = 0.0
+    pace: float | None = None  # without rest, and so many of the shortest periods that memory can bear between two
 
 
 def follow(problem: Problem, rhythm: Rhythm) -> Orders | None:
@@ -52,8 +57,14 @@ class _Follow(Clocked):
         super().__init__(problem, rhythm.memory, rhythm.weight_time, rhythm.hop_time)
         stages = problem.stages
         self.patience, self.keep = rhythm.patience * self.mean, 1 - rhythm.overrun
-        self.forward_at, self.input_at, self.period = _times(problem, rhythm.down)
-        self.quota = _quotas(problem, rhythm, self.room, (self.forward_at, self.input_at, self.period))
+        if rhythm.pace is None:
+            self.forward_at, self.input_at, self.period = _times(problem, rhythm.down)
+            self.quota = _quotas(problem, rhythm, self.room, (self.forward_at, self.input_at, self.period))
+        else:
+            self.forward_at, self.input_at, self.period = _restless(problem, rhythm.pace, self.room)
+            self.quota = [problem.microbatches] * stages
+            self.at[: self.count] = [microbatch * self.period for microbatch in range(self.count)]
+            self.events += [(start, self.home[0]) for start in self.at[1 : self.count]]  # in order, so a heap
         self.in_flight, self.forwards, self.inputs = [0] * stages, [0] * stages, [0] * stages
         self.owned = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
 
@@ -138,6 +149,26 @@ def _times(problem: Problem, down: float) -> tuple[list[float], list[float], flo
         if leg < len(rests):
             now += slot / 2 + rests[leg] * slot
     return forward_at, input_at, per_rank * slot or 1.0  # any will do if nothing takes time
+
+
+def _restless(problem: Problem, pace: float, rooms: list[float]) -> tuple[list[float], list[float], float]:
+    """The same of microbatches that never wait, as many as fill the memory of a rank with what they hold on it."""
+    count, size, now = problem.microbatches, problem.size, 0.0
+    starts = [0.0] * (2 * problem.stages)
+    x, last = 0, size
+    while x >= 0:  # along the first microbatch's way
+        starts[x // count] = now
+        now += problem.time[x] + sum(problem.wires[x][:2])
+        x = problem.feeds[x] if x != last else -1
+    forward_at, input_at = starts[: problem.stages], starts[problem.stages :]
+    period = problem.busiest
+    for rank, room in enumerate(rooms):
+        area = 0.0
+        for stage in problem.placement.stages_of(rank):
+            end = input_at[stage] + problem.time[size + stage * count] + problem.time[2 * size + stage * count]
+            area += problem.most[stage] * (end - forward_at[stage])
+        period = max(period, area / room)
+    return forward_at, input_at, pace * period or 1.0
 
 
 @cache

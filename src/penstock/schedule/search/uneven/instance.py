@@ -20,18 +20,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from penstock.schedule.action import Action, Op, trusted
-from penstock.schedule.lowering.align import align
+from penstock.schedule.action import Op
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.search.problem import OPS, ROUNDING, Orders, schedule_of
 from penstock.schedule.timing.costs import Costs, memory_by_op
 from penstock.schedule.topology import Topology, links
 
 __all__ = ["Instance", "Message", "Orders"]
-
-ROUNDING = 1e-9
-Orders = list[list[int]]
-OPS = (Op.F, Op.I, Op.W)
 
 
 class Message(NamedTuple):
@@ -144,37 +140,8 @@ class Instance:
         spare = [spare * self.scale[largest] for spare in self.spare]
         return max(0.0, *(size + more - cap for size, more, cap in zip(held, spare, self.caps, strict=True)))
 
-    # -- to and from actions
-
-    def numbers(self, rows: Sequence[Sequence[Action | None]]) -> Orders:
-        """Rows of a schedule as numbers; a full backward is its two halves."""
-        count, size = self.microbatches, self.size
-        found: Orders = []
-        for row in rows:
-            order: list[int] = []
-            for action in row:
-                for stage, op, microbatch, _, _ in () if action is None else action.parts():
-                    x = stage * count + microbatch
-                    if op is Op.B:
-                        order += (x + size, x + 2 * size)
-                    else:
-                        order.append(x if op is Op.F else x + size if op is Op.I else x + 2 * size)
-            found.append(order)
-        return found
+    # -- to actions
 
     def schedule(self, orders: Orders, name: str = "auto") -> Schedule:
         """The aligned schedule of complete orders."""
-        count = self.microbatches
-        table = [trusted(stage, op, m) for op in OPS for stage in range(self.stages) for m in range(count)]
-        return align(
-            Schedule(
-                [[table[x] for x in order] for order in orders],
-                placement=self.placement,
-                microbatches=count,
-                topology=self.topology,
-                forward_only=False,
-                recompute=self.recompute,
-                name=name,
-                passes=(),
-            )
-        )
+        return schedule_of(orders, self.placement, self.topology, self.microbatches, self.recompute, name)

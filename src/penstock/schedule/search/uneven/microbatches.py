@@ -91,9 +91,9 @@ def _shorter(schedule: Schedule, priced: Costs, scale: Sequence[float], cap: flo
     plans = [(sequence, PLAIN) for sequence in sequences(scale)] + [(late_peak(scale), habit) for habit in HASTY]
     outcome = None
     for sequence, habit in plans:
-        found = run(instance, sequence, habit, limit)
-        if found is not None and found.value < limit:
-            outcome, limit = found, found.value
+        ended = run(instance, sequence, habit, limit)
+        if ended is not None and ended.value < limit:
+            outcome, limit = ended, ended.value
     return None if outcome is None else instance.schedule(outcome.orders, schedule.name)
 
 

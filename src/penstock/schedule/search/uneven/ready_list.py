@@ -100,12 +100,9 @@ class _State:
         while coming and coming[0][0] <= now + EPSILON:
             _, place, turn = heappop(coming)
             heappush(queues[place], turn)
-        turn_of, owed, owned, inputs = (
-            self.habit.turn,
-            self.owed[rank],
-            self.instance.owned[rank],
-            self.instance.inputs[rank],
-        )
+        turn_of, owed = self.habit.turn, self.owed[rank]
+        owned: Sequence[int] = self.instance.owned[rank]
+        inputs: Sequence[int] = self.instance.inputs[rank]
         forward_turn = turn_of == "forward" or (turn_of == "alternate" and self.was_input[rank])
         until = math.inf
         if self.late < math.inf:
@@ -114,17 +111,12 @@ class _State:
                 forward_turn = late < self.stages
                 owned, inputs = ([late], inputs) if forward_turn else (owned, [late])
         forward, blocked = self._forward(rank, owned)
-        backward = self._input(inputs)
-        if until < math.inf:
-            forward, backward = (
-                place if place >= 0 and now + self.time[self._first(place)] <= until + EPSILON else -1
-                for place in (forward, backward)
-            )
+        forward = self._in_time(forward, now, until)
         if forward_turn and forward >= 0:
             self._run(rank, now, forward)
         elif forward_turn and blocked and owed:
             self._do(rank, now, owed.popleft())
-        elif backward >= 0:
+        elif (backward := self._in_time(self._input(inputs), now, until)) >= 0:
             if owed and self.held[rank] + self.instance.room[self._first(backward)] > self.instance.caps[rank]:
                 self._do(rank, now, owed.popleft())
             else:
@@ -151,6 +143,11 @@ class _State:
         if found >= 0 and now + self.time[self._first(found)] <= until + EPSILON:
             return found, math.inf
         return -1, until
+
+    def _in_time(self, place: int, now: float, until: float) -> int:
+        """The place, if what is there would end by then; else -1."""
+        late = place >= 0 and until < math.inf and now + self.time[self._first(place)] > until + EPSILON
+        return -1 if late else place
 
     def _first(self, place: int) -> int:
         """The number of the first action that is there at a place."""

@@ -22,9 +22,9 @@ from penstock.model.replay.modes import in_modes
 from penstock.model.staged_model import StagedModel
 from penstock.runtime.backward.record import GraphRecord
 from penstock.runtime.batch.microbatch import Batch, count_for, split_batch
-from penstock.runtime.batch.result import merge
+from penstock.runtime.batch.outputs import merge
 from penstock.runtime.engine.ranks import LocalRanks
-from penstock.runtime.engine.report import StepInput
+from penstock.runtime.engine.step_input import StepInput
 from penstock.runtime.loss.shares import Shares
 from penstock.runtime.state.randomness import StepCounter
 from penstock.runtime.transport import ThreadTransport

@@ -17,6 +17,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ def loads(content: bytes) -> Any:
     if len(content) > LONGEST:
         raise NotPlainError(f"a message of {len(content)} bytes; the longest that is read has {LONGEST}")
     try:
-        return json.loads(content, object_hook=lambda entries: _made(entries, _no_tensor))
+        return json.loads(content, object_hook=partial(_made, tensor=_no_tensor))
     except NotPlainError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:

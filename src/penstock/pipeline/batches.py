@@ -23,9 +23,9 @@ from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.fingerprint import GivenBatch, Key, sample_given
 from penstock.runtime.batch.lengths import LengthPlan, PlanSplitter, merge_by_plan
 from penstock.runtime.batch.microbatch import Batch, Microbatches, check_is_data, check_labels, count_for, split_batch
-from penstock.runtime.batch.result import StepResult, merge
-from penstock.runtime.engine.replication import result_of
-from penstock.runtime.engine.report import Refused, StepInput, StepReport
+from penstock.runtime.batch.outputs import merge
+from penstock.runtime.engine.report import StepReport, StepResult, result_of
+from penstock.runtime.engine.step_input import Refused, StepInput
 from penstock.runtime.loss.check import LossChecks
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.losses import trained_loss

@@ -33,10 +33,10 @@ from penstock.pipeline.save_pretrained import save_pretrained
 from penstock.pipeline.state import ModelState
 from penstock.pipeline.train_steps import StepLoop, StepParts, TrainedStep
 from penstock.runtime.batch.batch_options import BatchOptions
-from penstock.runtime.batch.result import StepResult
 from penstock.runtime.engine.foreign_leaves import watch_leaves
 from penstock.runtime.engine.handlers import Handler
 from penstock.runtime.engine.recorder import Recorder
+from penstock.runtime.engine.report import StepResult
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.schedule import Op, Schedule, Timeline
 from penstock.schedule.timing.timeline import peaks
@@ -240,9 +240,7 @@ class Pipeline:
             ModelError: The batch cannot be split, or the model cannot take it.
             UsageError: An argument cannot work.
         """
-        return self._step(Call("step()", args, kwargs, target, loss_kwargs or {}, outputs, training=True))
-
-    def _step(self, call: Call) -> StepResult:
+        call = Call("step()", args, kwargs, target, loss_kwargs or {}, outputs, training=True)
         deployment = self.deployment
         with deployment.ranks.in_call(call.name):
             self._begin()
@@ -305,11 +303,15 @@ class Pipeline:
             self.batches,
             self.state,
             begin=self._begin_step,
-            together=self._step,
+            together=self._step_of,
             transaction=lambda: self._transaction(training=True),
             is_recording=lambda: self._recorder is not None,
         )
         return self._train_steps(StepLoop(parts, updates), batches)
+
+    def _step_of(self, call: Call) -> StepResult:
+        with self.deployment.ranks.in_call(call.name):
+            return self.step(*call.args, target=call.target, loss_kwargs=call.loss_kwargs, **call.kwargs)
 
     def _train_steps(self, loop: StepLoop, batches: Iterable[Any]) -> Iterator[TrainedStep]:
         self._check_open()  # a loop that was left may have an update to check

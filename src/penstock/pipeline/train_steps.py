@@ -47,10 +47,9 @@ from penstock.optim.updates import AS_IS, ORDER, Updates, Verdict
 from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.state import ModelState
-from penstock.runtime.batch.result import StepResult
-from penstock.runtime.engine.ended_step import EndedStep
-from penstock.runtime.engine.replication import Replication, replica_report, result_of
-from penstock.runtime.engine.report import Refused
+from penstock.runtime.engine.replication import Replication
+from penstock.runtime.engine.report import EndedStep, StepResult, replica_report, result_of
+from penstock.runtime.engine.step_input import Refused
 from penstock.schedule import Schedule, verify
 
 TRUST = 4  # right guesses in a row, after a wrong one, before updates are made early again

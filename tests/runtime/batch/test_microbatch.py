@@ -15,7 +15,7 @@ import penstock
 from penstock import Microbatches, Shared
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch, count_for, split_batch
-from penstock.runtime.batch.result import merge
+from penstock.runtime.batch.outputs import merge
 
 
 def split(count: int, *args: Any, target: Any = None, dims: Any = None, **kwargs: Any) -> Batch:

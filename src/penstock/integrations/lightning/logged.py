@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from penstock.integrations.lightning.example import rows_of
-from penstock.runtime.batch.result import StepResult
+from penstock.pipeline import StepResult
 
 __all__ = ["joined_logs", "number_of"]
 

@@ -18,8 +18,9 @@ from penstock.errors import RunError
 from penstock.model.part import OUTPUT
 from penstock.runtime.engine.gathered_batch import GatheredBatch
 from penstock.runtime.engine.mailbox import Mailbox
-from penstock.runtime.engine.report import StepInput, StepReport
+from penstock.runtime.engine.report import StepReport
 from penstock.runtime.engine.stage import Stage, StageInput
+from penstock.runtime.engine.step_input import StepInput
 from penstock.runtime.loss.losses import StepLosses, sum_in_order
 from penstock.runtime.state.ownership import Watched, check_unwritten, versions
 from penstock.runtime.transport.handover import alias

@@ -28,13 +28,13 @@ from penstock.runtime.batch.comparison import Readers
 from penstock.runtime.batch.fingerprint import GivenBatch
 from penstock.runtime.engine.action_log import LOG, Entry, log_program, logged
 from penstock.runtime.engine.computations import Computations
-from penstock.runtime.engine.ended_step import EndedStep
 from penstock.runtime.engine.handlers import Context, Handler
 from penstock.runtime.engine.mailbox import ActionWait, Mailbox
 from penstock.runtime.engine.recorder import Begun
 from penstock.runtime.engine.replication import Replication
-from penstock.runtime.engine.report import Refused, StepInput, StepReport, failure_of
+from penstock.runtime.engine.report import EndedStep, StepReport, failure_of
 from penstock.runtime.engine.stage import Stage
+from penstock.runtime.engine.step_input import Refused, StepInput
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.channel import Incoming, Outgoing
 from penstock.runtime.transport.failure.interrupts import CTRL_C
@@ -149,26 +149,11 @@ class Executor:
 
     # -- the loop
 
-    def run(self, program: Schedule, given: StepInput | Refused, *, record: Begun | None = None) -> list[StepReport]:
-        """One step of this rank; returns the reports of all ranks, or raises what went wrong anywhere.
+    def run(self, program: Schedule, given: StepInput | Refused, *, record: Begun | None = None) -> EndedStep:
+        """One step of this rank, up to where the others are told what came of it; then comes `leave`.
 
         A batch that was refused comes this far, because the peers of its rank must hear of that too.
         """
-        try:
-            return self._run_without_exchange(program, given, record).reports()
-        finally:
-            self._running = False
-            del given  # an error that its own frame holds would keep the whole step alive
-
-    def run_without_exchange(self, program: Schedule, given: StepInput | Refused) -> EndedStep:
-        """One step of this rank, up to where the others are told what came of it."""
-        try:
-            return self._run_without_exchange(program, given, None)
-        finally:
-            self._running = False
-            del given
-
-    def _run_without_exchange(self, program: Schedule, given: StepInput | Refused, record: Begun | None) -> EndedStep:
         computations = self.computations
         self.report = computations.report = StepReport(begun=record)
         self.sampled = self.readers = None
@@ -216,6 +201,10 @@ class Executor:
         finally:
             computations.forget_batch()  # it is the user's to free
             del own, failure, given  # an error that its own frame holds would keep the whole step alive
+
+    def leave(self) -> None:
+        """This rank is out of its step: from here on, it is wherever the user's call is."""
+        self._running = False
 
     def _run_plan(self, plan: _Plan, given: StepInput, record: Begun | None) -> None:
         """Everything of a step that may fail: the actions of the program one by one, and what they make together."""

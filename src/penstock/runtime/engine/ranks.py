@@ -25,13 +25,13 @@ from penstock.model.part import StagePart
 from penstock.model.staged_model import StagedModel
 from penstock.optim.precision import Precision, caller_precision, empty_cache
 from penstock.runtime.backward.record import own_by_hook
-from penstock.runtime.engine.ended_step import EndedStep
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.rank_threads import GeneratorTimeout, Workers
 from penstock.runtime.engine.recorder import Begun
-from penstock.runtime.engine.report import Refused, StepInput, StepReport
+from penstock.runtime.engine.report import EndedStep, StepReport
 from penstock.runtime.engine.stage import Stage
+from penstock.runtime.engine.step_input import Refused, StepInput
 from penstock.runtime.state.randomness import (
     GeneratorLock,
     StageRandomness,
@@ -174,16 +174,18 @@ class LocalRanks:
         ((rank, executor),) = self.executors.items()
         run = partial(executor.run, program, given if isinstance(given, Refused) else given[rank], record=record)
         try:
-            return run() if variables is None else variables.copy().run(run)
+            return (run() if variables is None else variables.copy().run(run)).reports()
         finally:
+            executor.leave()
             del run, given  # an error that its own frame holds would keep the whole step alive
 
     def run_without_exchange(self, program: Schedule, given: Mapping[int, StepInput] | Refused) -> EndedStep:
         """The program on the one local rank of a process, without waiting for the others at its end."""
         ((rank, executor),) = self.executors.items()
         try:
-            return executor.run_without_exchange(program, given if isinstance(given, Refused) else given[rank])
+            return executor.run(program, given if isinstance(given, Refused) else given[rank])
         finally:
+            executor.leave()
             del given  # an error that its own frame holds would keep the whole step alive
 
     @contextmanager
@@ -233,7 +235,10 @@ class LocalRanks:
         def work(executor: Executor) -> list[StepReport]:
             if torch.get_num_threads() != threads:  # the user's number is known to the thread that gave it, until asked
                 torch.set_num_threads(threads)
-            return executor.run(program, given[executor.rank], record=record)
+            try:
+                return executor.run(program, given[executor.rank], record=record).reports()
+            finally:
+                executor.leave()
 
         futures: dict[int, Future[list[StepReport]]] = {}
         errors: list[BaseException] = []

@@ -190,14 +190,17 @@ class DistributedTransport(Transport):
             raise rewritten(*found[0])
 
     def exchange(self, value: Any) -> list[Any]:
-        posted = self._post(value)
-        answers = self._collect(posted)
-        self._end_step(posted.used)
+        self._check_may_exchange()
+        used = list(self._opened.values())
+        answers = self._collect(self._exchanger.post(self._operations.step, self.ends, used, self.call, value))
+        self._end_step(used)
         return self._agreed(answers)
 
     def post_exchange(self, value: Any) -> Callable[[], list[Any]]:
-        posted = self._post(value)
-        self._end_step(posted.used)
+        self._check_may_exchange()
+        used = list(self._opened.values())
+        posted = self._exchanger.post(self._operations.step, self.ends, used, self.call, value)
+        self._end_step(used)
         answers: list[list[Any]] = []
         errors: list[Exception] = []
 
@@ -216,13 +219,11 @@ class DistributedTransport(Transport):
         self._uncollected = collect
         return collect
 
-    def _post(self, value: Any) -> Posted:
+    def _check_may_exchange(self) -> None:
         if self._uncollected is not None:
             self._uncollected()
         if self.watch.verdict is not None:
             self._check_not_broken()
-        used = list(self._opened.values())
-        return self._exchanger.post(self._operations.step, self.ends, used, self.call, value)
 
     def _collect(self, posted: Posted) -> Exchanged:
         """What all ranks have said, unless their messages were not those of one program."""
@@ -332,7 +333,7 @@ def _traffic(
     if found is None:
         return {}, None
     awaited = None if waiting is None or waiting.edge is None else found.ends.awaited(waiting.edge, waiting.microbatch)
-    return found.ends.counts()[0], awaited
+    return {index: end.count for index, end in found.ends.outgoing.items() if end.count}, awaited
 
 
 def _cut(backend: Any, tag: int, peer: int) -> None:

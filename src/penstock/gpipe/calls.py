@@ -61,7 +61,7 @@ class Calls:
                 assert isinstance(stage, AttachedStage)
                 self.stages.append(stage)
         self.one_path = not any(part.reads_inputs for part in split.parts)  # whatever the batch is like
-        self._transaction = self.ranks.guard(lambda: None, atomic=False)
+        self._transaction = self.ranks.guard(atomic=False)
 
     def programs(self, count: int) -> tuple[Schedule, Schedule]:
         """The forward part and the backward part of the schedule, proved as one."""

@@ -21,6 +21,7 @@ from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
 from penstock.group.agreement import agree
 from penstock.group.facts import compared
 from penstock.messages.collective import all_gather
+from penstock.runtime.engine.ranks import calling
 from penstock.runtime.engine.recorder import host_name, offsets
 from penstock.runtime.state.randomness import StepCounter
 from penstock.runtime.transport import ThreadTransport, Transport
@@ -195,7 +196,7 @@ class World:
 
     def calling(self, call: str) -> AbstractContextManager[None]:
         """A context in which this process is in a call that all must make; an outer call counts."""
-        return nullcontext() if self.transport is None else self.transport.calling(call)
+        return nullcontext() if self.transport is None else calling(self.transport, call)
 
 
 def _check_built(answers: Sequence[Any]) -> None:

@@ -177,7 +177,8 @@ def _accumulate(
                 loss, extra = _plain_forward(pipe, split, batch, step, number, trace, precision, statistics)
                 if shares.learns:
                     shares.saw(number, read_loss(loss))
-                share = shares()[number] if shares.counts(number) else 0.0
+                found = shares.if_counts(number)
+                share = 0.0 if found is None else found[number]
                 roots = [(loss, share), *((value, 1.0 / pipe.microbatches) for value in extra)]
                 roots = [(root, seed) for root, seed in roots if root.requires_grad and seed]
                 seeds = [torch.tensor(seed, dtype=torch.float64).to(root) for root, seed in roots]

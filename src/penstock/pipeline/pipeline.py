@@ -164,7 +164,7 @@ class Pipeline:
             (executor,) = deployment.ranks.executors.values()
             replicated = deployment.replication.replicas > 1
             watch_leaves(executor.stages, deployment.staged, deployment.placement, self.loss_fn, replicated)
-        self._transaction = deployment.ranks.guard(lambda: self.loss_fn, self.atomic)
+        self._transaction = deployment.ranks.guard(self.atomic)
 
     def facts(self) -> dict[str, tuple[str, str]]:
         """Facts about model, schedule and settings that must be equal on every rank."""
@@ -246,9 +246,11 @@ class Pipeline:
             self._begin()
             if not self.state.other_ranks.checked:
                 self.state.other_ranks.check(deployment)
-            self._take_count(self.batches.take_lengths(call))
+            if self.batches.options.split is not None:
+                self._take_count(self.batches.take_lengths(call))
             program = deployment.programs.program
-            with self._transaction(training=True, set_aside=deployment.replication.sets_aside):
+            set_aside = deployment.replication.sets_aside
+            with self._transaction(training=True, set_aside=set_aside, loss_fn=self.loss_fn):
                 begun = None if self._recorder is None else self._recorder.begin()
                 tied = deployment.tied.summed() if deployment.tied.groups else nullcontext()
                 with tied, deployment.replication.step(program, training=True) as replica:
@@ -302,9 +304,9 @@ class Pipeline:
             self.deployment,
             self.batches,
             self.state,
-            begin=self._begin_step,
+            begin=lambda: self.deployment.ranks.begin(),
             together=self._step_of,
-            transaction=lambda: self._transaction(training=True),
+            transaction=lambda: self._transaction(training=True, loss_fn=self.loss_fn),
             is_recording=lambda: self._recorder is not None,
         )
         return self._train_steps(StepLoop(parts, updates), batches)
@@ -337,11 +339,7 @@ class Pipeline:
     def _begin(self) -> None:
         """Before a step or an evaluation: no rank may be late, and the stages follow what was done to the model."""
         self._check_open()
-        self._begin_step()
-
-    def _begin_step(self) -> None:
-        self.deployment.ranks.wait_for_late_ranks()
-        self.deployment.ranks.follow()
+        self.deployment.ranks.begin()
 
     def _take_count(self, count: int | None) -> None:
         """From here on, run that many microbatches, if the batch says how many."""
@@ -381,7 +379,7 @@ class Pipeline:
         with deployment.ranks.in_call(call.name):
             self._begin()
             program = deployment.programs.inference(self.batches.count(call), deployment.replication.lowered)
-            with self._transaction(training=False) as before:
+            with self._transaction(training=False, loss_fn=self.loss_fn) as before:
                 evaluating = deployment.ranks.evaluating(holding.module for holding in deployment.holdings())
                 with evaluating, deployment.replication.step(program, training=False) as replica:
                     with deployment.ranks.step():

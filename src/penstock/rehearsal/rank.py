@@ -134,7 +134,7 @@ class RehearsedRank:
                 gradients = {index: stage.gradient for index, stage in stages.items()}
                 self.done[step] = StepDone(last.loss, last.losses_by_number, gradients)
             finally:
-                executor.leave()
+                executor.running = False
         self.ended = True
         setting.unsettled.discard(self.rank)
 

@@ -170,6 +170,11 @@ class Computations:
         found, self._joined = self._joined, None
         return found
 
+    def end_step(self) -> None:
+        """All actions are done: what they have made together."""
+        self.join_outputs()
+        self.sum_losses()
+
     def join_outputs(self) -> None:
         """Inside of the step, so that outputs which do not fit together fail it on every rank.
 
@@ -189,8 +194,7 @@ class Computations:
         if not numbers:
             return
         losses = torch.stack([self.losses[number] for number in numbers])
-        shares = self.given.shares()
-        self.given.shares.check()
+        shares = self.given.shares.check()
         if self.given.check is not None:
             self.report.is_open = self.given.check.end()
         self.report.loss = sum_in_order(losses, [shares[number] for number in numbers])

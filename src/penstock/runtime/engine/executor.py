@@ -76,7 +76,7 @@ class Executor:
         self._position = 0
         self._part: Action | None = None  # the half of a pair that failed
         self._ready = False
-        self._running = False
+        self.running = False  # whoever runs a step says when it is over: some exchange reports first, some do not
         transport.report_by(self.progress, self.where)
 
     # -- preparing
@@ -150,7 +150,7 @@ class Executor:
     # -- the loop
 
     def run(self, program: Schedule, given: StepInput | Refused, *, record: Begun | None = None) -> EndedStep:
-        """One step of this rank, up to where the others are told what came of it; then comes `leave`.
+        """One step of this rank, up to where the others are told what came of it; `running` until its caller says so.
 
         A batch that was refused comes this far, because the peers of its rank must hear of that too.
         """
@@ -164,7 +164,7 @@ class Executor:
         self._position = 0
         self._part = None
         self._ready = False
-        self._running = True
+        self.running = True
         if self.handlers:
             self.context._begin()
         failure: PeerFailure | None = None
@@ -202,10 +202,6 @@ class Executor:
             computations.forget_batch()  # it is the user's to free
             del own, failure, given  # an error that its own frame holds would keep the whole step alive
 
-    def leave(self) -> None:
-        """This rank is out of its step: from here on, it is wherever the user's call is."""
-        self._running = False
-
     def _run_plan(self, plan: _Plan, given: StepInput, record: Begun | None) -> None:
         """Everything of a step that may fail: the actions of the program one by one, and what they make together."""
         computations = self.computations
@@ -240,8 +236,7 @@ class Executor:
         if CTRL_C.since:
             CTRL_C.raise_held()
         self.report.ended = perf_counter()
-        computations.join_outputs()
-        computations.sum_losses()
+        computations.end_step()
 
     def _loop_timed(self, plan: list[Entry], record: Begun | None) -> None:
         """The same loop with a label for the profiler and the clock read around each action."""
@@ -291,7 +286,7 @@ class Executor:
     def where(self) -> Action | None:
         """The action that this rank is at, if it is at one; asked for by other threads too."""
         actions, position = self._actions, self._position
-        return actions[position] if self._running and self._ready and position < len(actions) else None
+        return actions[position] if self.running and self._ready and position < len(actions) else None
 
     @property
     def computing(self) -> bool:
@@ -300,7 +295,7 @@ class Executor:
 
     def progress(self) -> str:
         """Where this rank is in its program; asked for by other threads too."""
-        if self.transport.call and not self._running:
+        if self.transport.call and not self.running:
             return f"in {self.transport.call}"
         actions, position = self._actions, self._position
         last = actions[position - 1] if 0 < position <= len(actions) else None

@@ -11,11 +11,10 @@ from __future__ import annotations
 import contextvars
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -40,7 +39,7 @@ from penstock.runtime.state.randomness import (
     seeded,
     unit_stream,
 )
-from penstock.runtime.state.transaction import Transaction, modules_of
+from penstock.runtime.state.transaction import Transaction
 from penstock.runtime.transport import ThreadTransport, Transport
 from penstock.runtime.transport.failure.compiling import may_compile
 from penstock.runtime.transport.failure.interrupts import CTRL_C
@@ -49,6 +48,16 @@ from penstock.schedule import Placement, Schedule
 
 GENERATOR_LOCK = GeneratorLock()  # torch has one generator in a process, so there is one of these
 GRACE = 2.0  # seconds: how long a failed step waits for ranks that are busy in the user's code
+
+
+@contextmanager
+def calling(transport: Transport, call: str) -> Iterator[None]:
+    """A context in which this process is in a call that all ranks must make; an outer call counts."""
+    outer, transport.call = transport.call, transport.call or call
+    try:
+        yield
+    finally:
+        transport.call = outer
 
 
 class LocalRanks:
@@ -104,6 +113,11 @@ class LocalRanks:
         """From here on, what is done to the user's model is followed or refused."""
         self.changes = Changes(self._model, [stage.part for stage in self._stages()])
 
+    def begin(self) -> None:
+        """Before a step: no rank may be late, and the stages follow what was done to the model."""
+        self.wait_for_late_ranks()
+        self.follow()
+
     def follow(self) -> None:
         """Before a step: what the user has set on the model reaches its stages."""
         if self.changes.follow():
@@ -132,7 +146,7 @@ class LocalRanks:
         if not transport.holds_interrupts:
             yield
             return
-        with CTRL_C.around_step(), transport.calling(call):
+        with CTRL_C.around_step(), calling(transport, call):
             yield
 
     @contextmanager
@@ -176,7 +190,7 @@ class LocalRanks:
         try:
             return (run() if variables is None else variables.copy().run(run)).reports()
         finally:
-            executor.leave()
+            executor.running = False
             del run, given  # an error that its own frame holds would keep the whole step alive
 
     def run_without_exchange(self, program: Schedule, given: Mapping[int, StepInput] | Refused) -> EndedStep:
@@ -185,7 +199,7 @@ class LocalRanks:
         try:
             return executor.run(program, given if isinstance(given, Refused) else given[rank])
         finally:
-            executor.leave()
+            executor.running = False
             del given  # an error that its own frame holds would keep the whole step alive
 
     @contextmanager
@@ -238,7 +252,7 @@ class LocalRanks:
             try:
                 return executor.run(program, given[executor.rank], record=record).reports()
             finally:
-                executor.leave()
+                executor.running = False
 
         futures: dict[int, Future[list[StepReport]]] = {}
         errors: list[BaseException] = []
@@ -285,20 +299,12 @@ class LocalRanks:
         if self._transaction is not None:
             self._transaction.undo_late()
 
-    def guard(self, loss: Callable[[], Any], atomic: bool) -> Transaction:
-        """The transaction that steps of these ranks are: of what they compute with, and of a loss that is a module."""
-
-        def modules(executor: Executor) -> list[torch.nn.Module]:
-            found = [stage.module for stage in executor.stages.values()]
-            for module in modules_of(loss()) if executor is self.last else ():
-                stages = {id(each) for own in self.modules().values() for each in own.modules()}
-                if stages.isdisjoint(map(id, module.modules())):  # else the loss looks at the model itself
-                    found.append(module)
-            return found
-
-        stages = {rank: partial(modules, executor) for rank, executor in self.executors.items()}
+    def guard(self, atomic: bool) -> Transaction:
+        """The transaction that steps of these ranks are."""
+        stages = {rank: executor.stages for rank, executor in self.executors.items()}
+        last = None if self.last is None else self.last.rank
         alone = all(isinstance(each, ThreadTransport) for each in self.transports)
-        self._transaction = Transaction(stages, self.counter, lambda: self._late, atomic=atomic, alone=alone)
+        self._transaction = Transaction(stages, last, self.counter, lambda: self._late, atomic=atomic, alone=alone)
         return self._transaction
 
     @contextmanager

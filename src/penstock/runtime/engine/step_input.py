@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.runtime.batch.comparison import Readers
 from penstock.runtime.batch.fingerprint import GivenBatch
 from penstock.runtime.batch.microbatch import Batch
-from penstock.runtime.loss.check import PairCheck
+from penstock.runtime.loss.pair_check import PairCheck
 from penstock.runtime.loss.shares import Shares
 
 

@@ -76,12 +76,12 @@ class GlooOutgoing(Outgoing):
             self._operations.check_not_broken()
         expected, edge, peer = self._expected, self.edge, self.edge.target_rank
         layout = expected.layouts.get(self.count)
-        leaves = None if layout is None else layout.fits(value)
-        if layout is None or leaves is None:
+        packed = None if layout is None else layout.pack_anew(value)
+        if layout is None or packed is None:
             self._send_changed(microbatch, layout, value)
             return
         operations = self._operations
-        frame, directs = layout.pack_anew(leaves)
+        frame, directs = packed
         HEADER.pack_into(
             *(frame.header, 0, MAGIC, DATA, layout.checksum, 0, operations.step),
             *(self.count, microbatch, *expected.identity),

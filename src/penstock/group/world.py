@@ -69,11 +69,11 @@ class World:
         """What the ranks are, in words."""
         return "threads of this process" if self.size is None else f"{self.size} processes"
 
-    def wire(self, source: int, target: int) -> str:
+    def describe_link(self, source: int, target: int) -> str:
         """What carries values from one rank to another, in words."""
         if self.transport is None:
             return IN_MEMORY
-        return self.transport.wire(source, target)
+        return self.transport.describe_link(source, target)
 
     @classmethod
     def find(cls, group: Any, mesh: Any, transport: str | None, timeout: float) -> World:
@@ -149,7 +149,7 @@ class World:
                 self.transport.close()
             raise
 
-    def agree(self, facts: Mapping[str, tuple[str, str]], counter: StepCounter) -> None:
+    def check_facts(self, facts: Mapping[str, tuple[str, str]], counter: StepCounter) -> None:
         """Check on processes that all have the same schedule, stages and options, and take the first rank's seed."""
         if self.transport is None:
             return
@@ -177,7 +177,7 @@ class World:
         with self.calling("record()"):
             return offsets(self.transport)
 
-    def agreed(self, call: str, find: Callable[[], Found | None], what: str) -> Found | None:
+    def same_on_all(self, call: str, find: Callable[[], Found | None], what: str) -> Found | None:
         """What the ranks that see the batch find: all that do must find the same; an error of one is told to all."""
         if self.transport is None:
             return find()

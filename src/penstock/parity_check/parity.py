@@ -32,7 +32,7 @@ from penstock.parity_check.tensor_trace import TensorTrace, watching_stages
 from penstock.parity_check.uncut import check_close, compare_uncut, largest, uncut
 from penstock.pipeline import Pipeline
 from penstock.pipeline.batches import Call
-from penstock.runtime.backward.record import FreshGradients
+from penstock.runtime.backward.saved_graph import FreshGradients
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Batch, plain_example
 from penstock.runtime.engine.replication import Replication

@@ -64,7 +64,7 @@ class Batches:
         loss_options: LossOptions,
         options: BatchOptions,
         recompute: str,
-        least: int,
+        min_microbatches: int,
     ) -> None:
         self.deployment, self.state = deployment, state
         self.loss_fn = loss_fn
@@ -74,7 +74,7 @@ class Batches:
         self.checks = LossChecks(loss_fn, self.weighing, self.dims)
         self._forward = forward  # of the model, as the user has written it
         self._recompute = recompute
-        self._least = least  # microbatches, where their number follows from the batch
+        self._min_microbatches = min_microbatches  # microbatches, where their number follows from the batch
         self._plan: LengthPlan | None = None  # for the batch that runs
         self._checked_calls: set[tuple[str, int, bool]] = set()  # name, positional arguments, with a target
         self._checked_keywords: set[frozenset[str]] = set()
@@ -112,7 +112,7 @@ class Batches:
             return count_for(deployment.programs.microbatches, call.args, call.kwargs, call.target, self.dims)
 
         def agreed() -> int:
-            found = deployment.world.agreed(call.name, wanted, "(rank, microbatches)")
+            found = deployment.world.same_on_all(call.name, wanted, "(rank, microbatches)")
             return deployment.programs.microbatches if found is None else found
 
         return deployment.replication.same_count(agreed)
@@ -245,7 +245,7 @@ class Batches:
         by_tokens, deployment = self.options.split, self.deployment
         assert by_tokens is not None
         fixed = call.training and by_tokens.max_tokens is None
-        least = deployment.programs.microbatches if by_tokens.max_tokens is None else self._least
+        least = deployment.programs.microbatches if by_tokens.max_tokens is None else self._min_microbatches
 
         def find() -> LengthPlan | None:
             if call.args or call.kwargs:
@@ -254,7 +254,7 @@ class Batches:
                 by_tokens.check_labels(call.args, [*call.kwargs, *call.loss_kwargs], takes)
             return by_tokens.plan(call.args, call.kwargs, least, fixed)
 
-        self._plan = deployment.world.agreed(call.name, find, "or with different lengths")
+        self._plan = deployment.world.same_on_all(call.name, find, "or with different lengths")
         if self._plan is None:
             raise UsageError("by_tokens needs the batch on at least one rank, and none was given one")
         return self._plan.count

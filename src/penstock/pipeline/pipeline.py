@@ -132,11 +132,11 @@ class Pipeline:
                 loss_options=loss_options,
                 options=batch_options,
                 recompute=self.recompute,
-                least=given["microbatches"] or 1,
+                min_microbatches=given["microbatches"] or 1,
             )
             self.state.materialise(model, init)
             deployment.put_on_devices()
-            world.agree(self.facts(), deployment.counter)
+            world.check_facts(self.facts(), deployment.counter)
             tied = tied_places(cut)  # before anything takes the place of a parameter
             deployment.replication = self.composition.build(self, tied)
             world.built()
@@ -244,7 +244,7 @@ class Pipeline:
         deployment = self.deployment
         with deployment.ranks.in_call(call.name):
             self._begin()
-            if not self.state.other_ranks.checked:
+            if not self.state.other_ranks.is_checked:
                 self.state.other_ranks.check(deployment)
             if self.batches.options.split is not None:
                 self._take_count(self.batches.take_lengths(call))
@@ -260,7 +260,7 @@ class Pipeline:
                     replica.end(reports)
                 deployment.ranks.end_batch()
                 deployment.counter.step += 1
-            if self.state.other_ranks.whole:
+            if self.state.other_ranks.is_filled:
                 self.state.other_ranks.let_go(deployment)
             if self._recorder is not None:
                 self._recorder.keep(reports)

@@ -37,7 +37,7 @@ METADATA = {"format": "pt"}
 
 def save_pretrained(state: ModelState, goal: Path, tokenizer: Any, most: int, merge: bool) -> None:
     """Write the whole model, or its adapters alone, to the folder `goal`; called on every rank."""
-    saving = _Saving(state, goal.absolute(), tokenizer, merge)
+    saving = _ModelFolder(state, goal.absolute(), tokenizer, merge)
     with state.deployment.world.calling(CALL):
         try:
             saving.on_all(lambda: saving.prepare(most))
@@ -49,7 +49,7 @@ def save_pretrained(state: ModelState, goal: Path, tokenizer: Any, most: int, me
             raise
 
 
-class _Saving:
+class _ModelFolder:
     def __init__(self, state: ModelState, goal: Path, tokenizer: Any, merge: bool) -> None:
         self._state, self._deployment, self._goal = state, state.deployment, goal
         self._tokenizer, self._merge = tokenizer, merge

@@ -178,8 +178,8 @@ class StepLoop:
         return (
             deployment.world.transport is not None
             and self._parts.batches.has_compared
-            and self._parts.state.other_ranks.checked
-            and not self._parts.state.other_ranks.whole
+            and self._parts.state.other_ranks.is_checked
+            and not self._parts.state.other_ranks.is_filled
             and type(deployment.replication) is Replication
             and not deployment.tied.groups
             and self._scaler() is None

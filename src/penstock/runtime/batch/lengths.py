@@ -56,7 +56,7 @@ class LengthPlan:
         return torch.cat(self.index).argsort()
 
 
-plain.record(LengthPlan, rows=tuple, widths=tuple)
+plain.register(LengthPlan, rows=tuple, widths=tuple)
 
 
 class ByTokens:

@@ -44,13 +44,13 @@ KEPT = 64  # programs that are prepared: batches of many sizes may each have the
 TIMED = frozenset({Op.F, Op.B, Op.I, Op.W, Op.SEND_F, Op.SEND_B})  # a receive is posted in no time
 
 
-class _Plan(NamedTuple):
+class _PreparedProgram(NamedTuple):
     """What can be worked out about a program before its first step; entries once its channels are open."""
 
     program: Schedule
     actions: list[Action]
     entries: list[Entry]
-    split: frozenset[tuple[int, int]]  # (stage, microbatch) whose backward comes as I and W
+    split_backward: frozenset[tuple[int, int]]  # (stage, microbatch) whose backward comes as I and W
     done: str  # where a rank is that has run all of it, in words
 
 
@@ -69,7 +69,7 @@ class Executor:
         self.handlers: dict[Op, Handler] = {}
         self.context = Context(self)
         self.report = StepReport()
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[int, _PreparedProgram] = {}
         self.program: Schedule | None = None  # that runs, or ran last
         self._actions: list[Action] = []  # of that program
         self._done = "done with nothing"
@@ -89,14 +89,14 @@ class Executor:
             self.handlers[op] = handler
         self._plans.clear()
 
-    def _plan(self, program: Schedule) -> _Plan:
+    def _plan(self, program: Schedule) -> _PreparedProgram:
         plan = self._plans.get(id(program))
         if plan is None or plan.program is not program:
             actions = [action for action in program.rows[self.rank] if action is not None]
             parts = [part for action in actions for part in action.parts()]
-            split = frozenset((part.stage, part.microbatch) for part in parts if part.op is Op.I)
+            split_backward = frozenset((part.stage, part.microbatch) for part in parts if part.op is Op.I)
             done = f"done with all {len(actions)} actions, last {actions[-1] if actions else 'nothing'}"
-            plan = _Plan(program, actions, [], split, done)
+            plan = _PreparedProgram(program, actions, [], split_backward, done)
             while len(self._plans) >= KEPT:
                 del self._plans[next(iter(self._plans))]
             self._plans[id(program)] = plan
@@ -124,7 +124,7 @@ class Executor:
             Op.F: computations.forward,
             Op.B: computations.backward,
             Op.I: computations.backward,
-            Op.W: computations.weights,
+            Op.W: computations.weight_gradients,
         }[op]
         return function, stage, microbatch
 
@@ -160,7 +160,7 @@ class Executor:
         computations.losses = {}
         plan = self._plan(program)
         self.program = program
-        self._actions, self._done, computations.split = plan.actions, plan.done, plan.split
+        self._actions, self._done, computations.split_backward = plan.actions, plan.done, plan.split_backward
         self._position = 0
         self._part = None
         self._ready = False
@@ -202,7 +202,7 @@ class Executor:
             computations.forget_batch()  # it is the user's to free
             del own, failure, given  # an error that its own frame holds would keep the whole step alive
 
-    def _run_plan(self, plan: _Plan, given: StepInput, record: Begun | None) -> None:
+    def _run_plan(self, plan: _PreparedProgram, given: StepInput, record: Begun | None) -> None:
         """Everything of a step that may fail: the actions of the program one by one, and what they make together."""
         computations = self.computations
         self.sampled, self.readers = given.sampled, given.readers

@@ -23,7 +23,7 @@ from penstock.model.original.changes import Changes
 from penstock.model.part import StagePart
 from penstock.model.staged_model import StagedModel
 from penstock.optim.precision import Precision, caller_precision, empty_cache
-from penstock.runtime.backward.record import own_by_hook
+from penstock.runtime.backward.saved_graph import own_by_hook
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.rank_threads import GeneratorTimeout, Workers
@@ -68,7 +68,7 @@ class LocalRanks:
 
     def __init__(
         self,
-        split: StagedModel,
+        staged: StagedModel,
         placement: Placement,
         transports: Sequence[Transport],
         counter: StepCounter,
@@ -82,7 +82,7 @@ class LocalRanks:
         self._threads = len(transports) > 1
         self._inside = False
         self._patience = GeneratorTimeout(transports)
-        self._takes_turns = self._threads or stage_type.returns
+        self._takes_turns = self._threads or stage_type.attached
         self.thread_randomness = ThreadRandomness(GENERATOR_LOCK, counter.seed_for, self._patience.waits)
         self._late: dict[int, Future[list[StepReport]]] = {}  # ranks that have not left a failed step yet
         self._transaction: Transaction | None = None
@@ -91,22 +91,22 @@ class LocalRanks:
             rank = transport.rank
             stages = {
                 index: stage_type(
-                    split.parts[index],
-                    self._randomness(split.parts[index], devices.get(rank)),
-                    is_last=index == split.stages - 1,
-                    loss=split.loss.module if split.loss is not None and split.loss.stage == index else None,
+                    staged.parts[index],
+                    self._randomness(staged.parts[index], devices.get(rank)),
+                    is_last=index == staged.stages - 1,
+                    loss=staged.loss.module if staged.loss is not None and staged.loss.stage == index else None,
                 )
                 for index in placement.stages_of(rank)
             }
             for index, stage in stages.items():
-                others = (part for part in split.parts if part.index != index and not part.reads_inputs)
-                stage.memory.others_take = () if stage.part.reads_inputs else [part.takes for part in others]
-            mailbox = Mailbox(rank, placement, split.topology, transport)
+                others = (part for part in staged.parts if part.index != index and not part.reads_inputs)
+                stage.guarded.others_take = () if stage.part.reads_inputs else [part.takes for part in others]
+            mailbox = Mailbox(rank, placement, staged.topology, transport)
             self.executors[rank] = Executor(rank, stages, mailbox, transport)
         has_last = (each for each in self.executors.values() if any(stage.is_last for stage in each.stages.values()))
         self.last = next(has_last, None)  # the local executor that has the last stage
         self._workers: Workers | None = None
-        self._model = split.model
+        self._model = staged.model
         self.track_changes()
 
     def track_changes(self) -> None:
@@ -123,11 +123,11 @@ class LocalRanks:
         if self.changes.follow():
             self.thread_randomness.forget()
 
-    def successor(self, split: StagedModel, placement: Placement) -> LocalRanks:
+    def successor(self, staged: StagedModel, placement: Placement) -> LocalRanks:
         """The ranks for another cut, on the same transports; these must not be used any more."""
         if self._workers is not None:
             self._workers.stop()
-        after = LocalRanks(split, placement, self.transports, self.counter, self._devices, self._stage_type)
+        after = LocalRanks(staged, placement, self.transports, self.counter, self._devices, self._stage_type)
         after.precision, after.keeps_casts = self.precision, self.keeps_casts
         return after
 
@@ -240,7 +240,7 @@ class LocalRanks:
             self._workers = Workers(list(self.executors))
             weakref.finalize(self, self._workers.stop)
             self._patience.ranks = self._workers.ranks
-            if not self._stage_type.returns:
+            if not self._stage_type.attached:
                 for hook in own_by_hook([stage.fresh for stage in self._stages()]):
                     weakref.finalize(self, hook.remove)
 

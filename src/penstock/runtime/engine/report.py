@@ -35,7 +35,7 @@ class StepReport:
     loss: float | None = None  # of the batch, from the rank of the last stage
     losses_by_number: list[float] = field(default_factory=list)
     dtype: torch.dtype = torch.float32
-    is_open: bool = False  # whether the loss is right could not be checked on outputs
+    loss_unchecked: bool = False  # whether the loss is right could not be checked on outputs
     failure: PeerFailure | None = None
     progress: str = ""
     rows: int | None = None  # of the batch that this rank was given
@@ -47,15 +47,15 @@ class StepReport:
     norm: tuple[float, torch.dtype] | None = None  # of this rank's gradients, where the next update depends on all
 
 
-plain.record(Begun, start=float, optimizer=float)
-plain.record(Span, rank=int, action=Action, start=float, end=float, wait=float)
-plain.record(
+plain.register(Begun, start=float, optimizer=float)
+plain.register(Span, rank=int, action=Action, start=float, end=float, wait=float)
+plain.register(
     StepReport,
     extra=dict,
     loss=float | None,
     losses_by_number=list,
     dtype=torch.dtype,
-    is_open=bool,
+    loss_unchecked=bool,
     failure=PeerFailure | None,
     progress=str,
     rows=int | None,
@@ -212,18 +212,18 @@ class ReplicaReport:
     failure: PeerFailure | None = None
     loss: float | None = None  # its part of the batch's loss
     dtype: torch.dtype = torch.float32
-    is_open: bool = False  # whether the loss is right could not be checked on outputs
+    loss_unchecked: bool = False  # whether the loss is right could not be checked on outputs
     extra: dict[str, float] = field(default_factory=dict)  # named losses, summed over its microbatches
     count: int = 0  # of its microbatches
     more: Any = None
 
 
-plain.record(
+plain.register(
     ReplicaReport,
     failure=PeerFailure | None,
     loss=float | None,
     dtype=torch.dtype,
-    is_open=bool,
+    loss_unchecked=bool,
     extra=dict,
     count=int,
     more=object,
@@ -235,7 +235,7 @@ def replica_report(reports: Sequence[StepReport], count: int) -> ReplicaReport:
     summary = ReplicaReport(count=count)
     for report in reports:
         if report.loss is not None:
-            summary.loss, summary.dtype, summary.is_open = report.loss, report.dtype, report.is_open
+            summary.loss, summary.dtype, summary.loss_unchecked = report.loss, report.dtype, report.loss_unchecked
         for name, value in report.extra.items():
             summary.extra[name] = summary.extra.get(name, 0.0) + value
     return summary
@@ -258,7 +258,7 @@ class StepResult:
     output: Any = None  # merged, where asked for, on the rank of the last stage
 
 
-class _Value(Tensor):
+class _LossValue(Tensor):
     """A loss to look at: in all but `backward()` a plain tensor, which is what any operation makes of it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -284,7 +284,7 @@ class _Value(Tensor):
 
 def loss_values(values: Iterable[Tensor]) -> tuple[Tensor, ...]:
     """Losses that know why they have no backward."""
-    return tuple(value.as_subclass(_Value) for value in values)
+    return tuple(value.as_subclass(_LossValue) for value in values)
 
 
 def result_of(reports: Sequence[StepReport], replicas: Sequence[ReplicaReport], output: Any) -> StepResult:

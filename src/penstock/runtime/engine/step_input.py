@@ -29,7 +29,7 @@ class StepInput:
     recompute: frozenset[int] = frozenset()  # microbatches whose forward runs again in the backward
     recompute_stages: frozenset[int] = frozenset()  # stages for which all do
     batch_dims: Mapping[str | int, Any] = field(default_factory=dict)  # where the rows of the batch's tensors are
-    returns: bool = False  # the output goes back to the user's graph: there is no loss here
+    attached: bool = False  # the output goes back to the user's graph: there is no loss here
     output_gradients: list[list[Tensor | None]] = field(default_factory=list)  # that came from there, by microbatch
     check: PairCheck | None = None  # of the loss, in a step that needs one
     replicas: int = 1  # that work on a batch each

@@ -62,11 +62,11 @@ class PairCheck:
         self._before: _MicrobatchRows | None = None
         self._seen: set[int] = set()
         self._kinds: set[torch.dtype] = set()  # of losses
-        self.is_open = False  # outputs could not be joined, so that only whole forwards can tell
+        self.loss_unchecked = False  # outputs could not be joined, so that only whole forwards can tell
 
     def saw(self, number: int, output: Any, loss: Tensor) -> None:
         """The output and the loss of a microbatch, in its forward."""
-        if self.is_open or self._checks.loss_fn is None or number in self._seen:  # or it runs again for its backward
+        if self.loss_unchecked or self._checks.loss_fn is None or number in self._seen:  # or it is recomputed
             return
         self._seen.add(number)
         self._kinds.add(loss.dtype)
@@ -76,16 +76,16 @@ class PairCheck:
                 self._compare(self._before, rows)
             self._before = rows
         except CannotJoinError:
-            self.is_open, self._before = True, None
+            self.loss_unchecked, self._before = True, None
 
     def end(self) -> bool:
         """The step is done. Whether the question is still open."""
         self._before = None
         if self._checks.loss_fn is None:
-            self.is_open = not self._shares.is_read
-        if not self.is_open:
+            self.loss_unchecked = not self._shares.is_read
+        if not self.loss_unchecked:
             self.passed()
-        return self.is_open
+        return self.loss_unchecked
 
     def passed(self) -> None:
         """The loss is what it should be."""

@@ -186,7 +186,7 @@ class _RankState:
 
     def __init__(self, every: bool) -> None:
         self._modules: Sequence[nn.Module] = ()
-        self._snapshots = _Attributes()
+        self._snapshots = _TensorsAndAttributes()
         self._attributes: Mapping[int, ModuleSnapshot] = {}
         self._modes: list[tuple[nn.Module, bool]] = []
         self._tables: list[tuple[Any, dict[str, Tensor | None]]] = []
@@ -275,7 +275,7 @@ class _RankState:
         return [(parameter, version_of(parameter)) for parameter in self._parameters]
 
 
-class _Attributes(AttributeSnapshots):
+class _TensorsAndAttributes(AttributeSnapshots):
     """Attributes, with their tensors in a list."""
 
     def __init__(self) -> None:

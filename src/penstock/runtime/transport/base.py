@@ -68,7 +68,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def wire(self, source: int, target: int) -> str:
+    def describe_link(self, source: int, target: int) -> str:
         """What carries values from one rank to another, in words."""
 
     # -- one message, by the number of its channel; see the ends of `channel`

@@ -46,7 +46,7 @@ class Channel:
         return f"{self.target_stage}RECV_{self.direction}{microbatch}"
 
 
-plain.record(Channel, source_stage=int, target_stage=int, direction=str, source_rank=int, target_rank=int)
+plain.register(Channel, source_stage=int, target_stage=int, direction=str, source_rank=int, target_rank=int)
 
 
 class Incoming(ABC):

@@ -83,7 +83,7 @@ class GlooOutgoing(Outgoing):
         operations = self._operations
         frame, directs = packed
         HEADER.pack_into(
-            *(frame.header, 0, MAGIC, DATA, layout.checksum, 0, operations.step),
+            *(frame.header, 0, MAGIC, DATA, layout.checksum, 0, operations.exchanges),
             *(self.count, microbatch, *expected.identity),
         )
         if not directs and layout.frame_bytes <= WHOLE_BYTES:
@@ -157,7 +157,7 @@ class GlooOutgoing(Outgoing):
         self._sent(UnderWay(microbatch, work, None, frame, parts))
 
     def _write_header(self, buffer: Any, kind: int, microbatch: int, checksum: int, follows: int) -> None:
-        step, identity = self._operations.step, self._expected.identity
+        step, identity = self._operations.exchanges, self._expected.identity
         HEADER.pack_into(buffer, 0, MAGIC, kind, checksum, follows, step, self.count, microbatch, *identity)
 
     def _sent(self, message: UnderWay) -> None:

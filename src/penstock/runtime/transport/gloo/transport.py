@@ -133,7 +133,7 @@ class DistributedTransport(Transport):
 
     @property
     def exchanges(self) -> int:
-        return self._operations.step
+        return self._operations.exchanges
 
     @property
     def broken(self) -> PeerFailure | None:
@@ -175,7 +175,7 @@ class DistributedTransport(Transport):
         """What wakes the watches of other ranks, where something can."""
         return None
 
-    def wire(self, source: int, target: int) -> str:
+    def describe_link(self, source: int, target: int) -> str:
         return f"torch.distributed ({self._backend_name})"
 
     @uninterrupted
@@ -192,14 +192,14 @@ class DistributedTransport(Transport):
     def exchange(self, value: Any) -> list[Any]:
         self._check_may_exchange()
         used = list(self._opened.values())
-        answers = self._collect(self._exchanger.post(self._operations.step, self.ends, used, self.call, value))
+        answers = self._collect(self._exchanger.post(self._operations.exchanges, self.ends, used, self.call, value))
         self._end_step(used)
         return self._agreed(answers)
 
     def post_exchange(self, value: Any) -> Callable[[], list[Any]]:
         self._check_may_exchange()
         used = list(self._opened.values())
-        posted = self._exchanger.post(self._operations.step, self.ends, used, self.call, value)
+        posted = self._exchanger.post(self._operations.exchanges, self.ends, used, self.call, value)
         self._end_step(used)
         answers: list[list[Any]] = []
         errors: list[Exception] = []
@@ -241,7 +241,7 @@ class DistributedTransport(Transport):
         return answers
 
     def _end_step(self, used: Sequence[ChannelEnds[Any, Any]]) -> None:
-        self._operations.step += 1
+        self._operations.exchanges += 1
         self.watch.end_step()
         for ends in used:
             ends.end_step()

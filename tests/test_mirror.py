@@ -2,8 +2,8 @@
 
 The tests of `src/penstock/a/b/c.py` are in `tests/a/b/test_c.py`, and more of them may be in `test_c_*.py` beside it.
 Where tests go through several modules of a folder at once, they are in the folder's own file instead:
-`tests/a/b/test_b.py` or `tests/a/test_b.py`, also for folders inside of that one. (A whole room, such as `model`, is too
-large for that.) A module without functions needs no tests.
+`tests/a/b/test_b.py` or `tests/a/test_b.py`, also for folders inside of that one. (A whole room, such as `model`, is
+too large for that.) A module without functions needs no tests.
 """
 
 from __future__ import annotations

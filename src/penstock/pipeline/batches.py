@@ -18,7 +18,7 @@ from penstock.errors import ModelError, UsageError
 from penstock.pipeline.call_arguments import check_call, check_loss_kwargs, positional
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.first_inputs import carry_batch
-from penstock.pipeline.state import ModelState
+from penstock.pipeline.model_state.state import ModelState
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.fingerprint import GivenBatch, Key, sample_given
 from penstock.runtime.batch.lengths import LengthPlan, PlanSplitter, merge_by_plan

@@ -28,9 +28,9 @@ from penstock.pipeline.arguments import check_arguments, op_of, with_plan
 from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.call_arguments import check_reduce
 from penstock.pipeline.construction import Construction
+from penstock.pipeline.model_state.save_pretrained import save_pretrained
+from penstock.pipeline.model_state.state import ModelState
 from penstock.pipeline.rebalance import apply_cut, propose_cut
-from penstock.pipeline.save_pretrained import save_pretrained
-from penstock.pipeline.state import ModelState
 from penstock.pipeline.train_steps import StepLoop, StepParts, TrainedStep
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.engine.foreign_leaves import watch_leaves

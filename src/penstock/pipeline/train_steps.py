@@ -46,7 +46,7 @@ from penstock.optim.snapshot import UpdateSnapshot
 from penstock.optim.updates import AS_IS, ORDER, Updates, Verdict
 from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.deployment import Deployment
-from penstock.pipeline.state import ModelState
+from penstock.pipeline.model_state.state import ModelState
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import EndedStep, StepResult, replica_report, result_of
 from penstock.runtime.engine.step_input import Refused

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from penstock.errors import UsageError
 from penstock.model.original.placeholders import Home, home_of, let_go, mark_kept, take_back
 from penstock.model.staged_model import Holding, StagedModel
-from penstock.pipeline.carry import carry
-from penstock.pipeline.full_tensors import targets_of
+from penstock.pipeline.model_state.carry import carry
+from penstock.pipeline.model_state.full_tensors import targets_of
 from penstock.runtime.state.memory import copy_like
 from penstock.schedule import Placement
 
 if TYPE_CHECKING:
     from penstock.pipeline.deployment import Deployment
-    from penstock.pipeline.state import ModelState
+    from penstock.pipeline.model_state.state import ModelState
 
 Held = Tensor | nn.Module  # a module stands for the state that it has beside tensors
 

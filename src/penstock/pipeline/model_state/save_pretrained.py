@@ -25,11 +25,11 @@ from penstock.files.adapters import ADAPTER_WEIGHTS, is_adapter, merged, stored_
 from penstock.files.pretrained_writing import file_names, parts_of, write_configs, write_index, write_tokenizer
 from penstock.files.tensors import FileLayout, TensorEntry, streamed, sync_directory, write_file
 from penstock.group.agreement import in_words
-from penstock.pipeline.full_tensors import WholeModel
+from penstock.pipeline.model_state.full_tensors import WholeModel
 from penstock.rules import is_count
 
 if TYPE_CHECKING:
-    from penstock.pipeline.state import ModelState
+    from penstock.pipeline.model_state.state import ModelState
 
 CALL = "save_pretrained()"
 METADATA = {"format": "pt"}

@@ -25,7 +25,7 @@ from report import Column, bench
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from penstock.runtime.backward.products import Recording
+from penstock.runtime.backward.products import DeferringMode
 from penstock.runtime.backward.stage_parameters import StageParameters
 
 
@@ -51,7 +51,7 @@ def plain(model: nn.Module, x: Tensor, gradient: Tensor) -> list[float]:
 
 def ours(model: nn.Module, x: Tensor, gradient: Tensor, parameters: StageParameters) -> list[float]:
     start = time.perf_counter()
-    recording = Recording(parameters)
+    recording = DeferringMode(parameters)
     with recording:
         y = model(x)
     forward = time.perf_counter()

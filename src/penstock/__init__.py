@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from penstock.runtime.batch.lengths import by_tokens as by_tokens
     from penstock.runtime.batch.microbatch import Microbatches as Microbatches
     from penstock.runtime.batch.microbatch import Shared as Shared
+    from penstock.runtime.loss.add_loss import add_loss as add_loss
     from penstock.runtime.loss.loss_options import LossOptions as LossOptions
-    from penstock.runtime.loss.losses import add_loss as add_loss
     from penstock.runtime.state.batch_norm import defer_batch_norm as defer_batch_norm
     from penstock.runtime.state.batch_norm import exact_batch_norm as exact_batch_norm
     from penstock.runtime.state.batch_norm import restore_batch_norm as restore_batch_norm
@@ -63,7 +63,7 @@ _HOMES = {  # what is public, and the module that has it
     "Shared": "penstock.runtime.batch.microbatch",
     "StepResult": "penstock.pipeline",
     "TensorPlan": "penstock.parallel.tensor_parallel.tensor_plan",
-    "add_loss": "penstock.runtime.loss.losses",
+    "add_loss": "penstock.runtime.loss.add_loss",
     "by_tokens": "penstock.runtime.batch.lengths",
     "current_microbatch": "penstock.runtime.state.phase",
     "defer_batch_norm": "penstock.runtime.state.batch_norm",

@@ -110,4 +110,4 @@ def test_any_transport_hears_which_call_its_rank_is_in_and_says_what_carries_val
             assert transport.call == "step()"
         assert transport.call == "step()"
     assert transport.call == ""
-    assert world.wire(0, 1) == "handed over in memory, without a copy"
+    assert world.describe_link(0, 1) == "handed over in memory, without a copy"

@@ -94,7 +94,7 @@ def plain(stages: int, steps: int) -> list[float]:
 def train(say: Say, ranks: int, schedule: str) -> None:
     with pipeline(ranks, schedule) as pipe:
         losses = [stepped(pipe, step) for step in range(STEPS)]
-        wires = [pipe.deployment.world.wire(rank, rank + 1) for rank in range(ranks - 1)]
+        wires = [pipe.deployment.world.describe_link(rank, rank + 1) for rank in range(ranks - 1)]
         say({"losses": losses, "wires": wires, "host": os.readlink("/proc/self/ns/net"), "table": pipe.describe()})
 
 

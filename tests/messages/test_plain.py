@@ -20,8 +20,7 @@ from penstock.messages import plain
 from penstock.messages.plain import NotPlainError, decode, encode, same
 from penstock.runtime.batch.fingerprint import Detail
 from penstock.runtime.engine.recorder import Begun
-from penstock.runtime.engine.replication import ReplicaReport
-from penstock.runtime.engine.report import StepReport
+from penstock.runtime.engine.report import ReplicaReport, StepReport
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.schedule import Span

@@ -195,7 +195,7 @@ def test_a_scaled_gradient_is_found_where_it_arrives(
 
 def test_a_dropped_backward_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def dropped(original: Any, self: Stage, number: int, gradients: Any, **options: Any) -> Any:
-        leaves = self.records.pop(number).leaves
+        leaves = self.saved.pop(number).leaves
         return {stage: [torch.zeros_like(leaf) for leaf in found] for stage, found in leaves.items()}
 
     patched(monkeypatch, "backward", 1, 3, dropped)
@@ -205,7 +205,7 @@ def test_a_dropped_backward_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_dropped_weight_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    patched(monkeypatch, "weights", 0, 3, lambda original, self, number: None)
+    patched(monkeypatch, "weight_gradients", 0, 3, lambda original, self, number: None)
     assert mistake(schedule="zb-h1").startswith("step 0, stage 0, microbatch 3, gradient of 0.")
 
 

@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge
 from penstock.errors import RunError
 from penstock.model.part import StagePart
 from penstock.runtime.backward.graph_leaves import leaves_in_graph
-from penstock.runtime.backward.record import GraphRecord, RunBackward
+from penstock.runtime.backward.saved_graph import RunBackward, SavedGraph
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.state.randomness import StageRandomness
 
@@ -37,7 +37,7 @@ _ENGINE = torch.autograd.Variable._execution_engine
 class AttachedStage(Stage):
     """A stage whose gradients go back to the user's graph."""
 
-    returns = True
+    attached = True
 
     def __init__(
         self, part: StagePart, randomness: StageRandomness, *, is_last: bool, loss: nn.Module | None = None
@@ -51,13 +51,13 @@ class AttachedStage(Stage):
 
     # -- forward
 
-    def _inspect_graph(self, record: GraphRecord, kind: str) -> None:
+    def _inspect_graph(self, graph: SavedGraph, kind: str) -> None:
         if kind == "recomputing":
             return
         # a walk costs less than a hundredth of the forward
-        known = {id(leaf) for leaves in record.leaves.values() for leaf in leaves}
+        known = {id(leaf) for leaves in graph.leaves.values() for leaf in leaves}
         known |= {id(leaf) for leaves in (self.parameters, *self.pieces) for leaf in leaves}
-        ends = [edge.node for edges in record.roots.values() for edge in edges]
+        ends = [edge.node for edges in graph.roots.values() for edge in edges]
         for leaf in leaves_in_graph(ends, self.parameters):
             if id(leaf) not in known:
                 self.foreign[id(leaf)] = leaf
@@ -67,10 +67,10 @@ class AttachedStage(Stage):
     def _runs_backward(self) -> RunBackward:
         return self._ask
 
-    def _ask(self, record: GraphRecord, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
+    def _ask(self, graph: SavedGraph, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
         """Ask autograd for gradients, and leave `.grad` of parameters alone."""
-        arrived = [leaf for leaves in record.leaves.values() for leaf in leaves]
-        pieces = self.pieces if record.gathered else self.pieces[record.microbatch : record.microbatch + 1]
+        arrived = [leaf for leaves in graph.leaves.values() for leaf in leaves]
+        pieces = self.pieces if graph.gathered else self.pieces[graph.microbatch : graph.microbatch + 1]
         entered = [leaf for leaves in pieces for leaf in leaves]
         inputs = (*arrived, *entered, *self.parameters)
         if not inputs:
@@ -107,7 +107,7 @@ class AttachedStage(Stage):
 
     def end(self) -> None:
         """After it: nothing of the step stays here."""
-        self.parameters, self.pieces, self.found, self.records, self.foreign = [], [], [], {}, {}
+        self.parameters, self.pieces, self.found, self.saved, self.foreign = [], [], [], {}, {}
 
     def clear(self) -> None:
         super().clear()

@@ -20,11 +20,11 @@ from penstock.errors import PeerFailure, RunError
 from penstock.gpipe.attached_stage import AttachedStage, Outputs, Stages, WeightVersions, check_weights, muted
 from penstock.model.replay.modes import in_modes
 from penstock.model.staged_model import StagedModel
-from penstock.runtime.backward.record import GraphRecord
+from penstock.runtime.backward.saved_graph import SavedGraph
 from penstock.runtime.batch.microbatch import Batch, count_for, split_batch
-from penstock.runtime.batch.result import merge
+from penstock.runtime.batch.outputs import merge
 from penstock.runtime.engine.ranks import LocalRanks
-from penstock.runtime.engine.report import StepInput
+from penstock.runtime.engine.step_input import StepInput
 from penstock.runtime.loss.shares import Shares
 from penstock.runtime.state.randomness import StepCounter
 from penstock.runtime.transport import ThreadTransport
@@ -59,7 +59,7 @@ class Calls:
         every = (stage for executor in self.ranks.executors.values() for stage in executor.stages.values())
         self.stages += [stage for stage in every if isinstance(stage, AttachedStage)]
         self.one_path = not any(part.reads_inputs for part in split.parts)  # whatever the batch is like
-        self._transaction = self.ranks.guard(lambda: None, atomic=False)
+        self._transaction = self.ranks.guard(atomic=False)
 
     def programs(self, count: int) -> tuple[Schedule, Schedule]:
         """The forward part and the backward part of the schedule, proved as one."""
@@ -109,7 +109,7 @@ class ForwardCall:
         self._requiring = [[leaf for leaf in leaves if _requires_grad(leaf)] for leaves, _ in self._given]
         self._pieces: list[list[list[Tensor]]] = []  # the same, for each rank its own
         self._parameters: list[list[Tensor]] = []  # by rank
-        self._records: list[dict[int, GraphRecord]] | None = None  # by rank; None: there is no backward (any more)
+        self._records: list[dict[int, SavedGraph]] | None = None  # by rank; None: there is no backward (any more)
         self.outputs: list[Tensor] = []  # those that want a gradient
         self.arrived: Sequence[Tensor | None] = ()  # the gradients of these
         self._seed = _seed_here()
@@ -166,14 +166,14 @@ class ForwardCall:
             training=training,
             recompute=self._recomputed,
             batch_dims=self.calls.batch_dims,
-            returns=True,
+            attached=True,
             output_gradients=list(gradients),
         )
 
     def _keep(self) -> None:
         """Take what the stages hold off them."""
         stages = self.calls.stages
-        self._records = [stage.records for stage in stages]
+        self._records = [stage.saved for stage in stages]
         self._alone = frozenset(self.calls.ranks.thread_randomness.alone)
         for stage, parameters in zip(stages, self._parameters, strict=True):
             parameters += stage.foreign.values()
@@ -222,7 +222,7 @@ class ForwardCall:
         calls._counter.seed = self._seed
         for rank, stage in enumerate(stages):
             stage.begin([p for p in self._parameters[rank] if p.requires_grad], self._pieces[rank], keep_graph)
-            stage.records = dict(self._records[rank]) if keep_graph else self._records[rank]
+            stage.saved = dict(self._records[rank]) if keep_graph else self._records[rank]
         if not keep_graph:
             self._records = None
         everything = [parameter for each in self._parameters for parameter in each]

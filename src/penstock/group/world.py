@@ -21,6 +21,7 @@ from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
 from penstock.group.agreement import agree
 from penstock.group.facts import compared
 from penstock.messages.collective import all_gather
+from penstock.runtime.engine.ranks import calling
 from penstock.runtime.engine.recorder import host_name, offsets
 from penstock.runtime.state.randomness import StepCounter
 from penstock.runtime.transport import ThreadTransport, Transport
@@ -68,11 +69,11 @@ class World:
         """What the ranks are, in words."""
         return "threads of this process" if self.size is None else f"{self.size} processes"
 
-    def wire(self, source: int, target: int) -> str:
+    def describe_link(self, source: int, target: int) -> str:
         """What carries values from one rank to another, in words."""
         if self.transport is None:
             return IN_MEMORY
-        return self.transport.wire(source, target)
+        return self.transport.describe_link(source, target)
 
     @classmethod
     def find(cls, group: Any, mesh: Any, transport: str | None, timeout: float) -> World:
@@ -148,7 +149,7 @@ class World:
                 self.transport.close()
             raise
 
-    def agree(self, facts: Mapping[str, tuple[str, str]], counter: StepCounter) -> None:
+    def check_facts(self, facts: Mapping[str, tuple[str, str]], counter: StepCounter) -> None:
         """Check on processes that all have the same schedule, stages and options, and take the first rank's seed."""
         if self.transport is None:
             return
@@ -176,7 +177,7 @@ class World:
         with self.calling("record()"):
             return offsets(self.transport)
 
-    def agreed(self, call: str, find: Callable[[], Found | None], what: str) -> tuple[Found | None, bool]:
+    def same_on_all(self, call: str, find: Callable[[], Found | None], what: str) -> tuple[Found | None, bool]:
         """What the ranks that see the batch find, and whether all do: they must find the same.
 
         An error of one is told to all.
@@ -198,7 +199,7 @@ class World:
 
     def calling(self, call: str) -> AbstractContextManager[None]:
         """A context in which this process is in a call that all must make; an outer call counts."""
-        return nullcontext() if self.transport is None else self.transport.calling(call)
+        return nullcontext() if self.transport is None else calling(self.transport, call)
 
 
 def _check_built(answers: Sequence[Any]) -> None:

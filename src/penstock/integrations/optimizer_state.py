@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from penstock.checkpoint.named_tensors import name_of, names_by_parameter
 from penstock.errors import CheckpointError
 from penstock.pipeline import Pipeline
-from penstock.pipeline.carry import carry
+from penstock.pipeline.model_state.carry import carry
 
 __all__ = ["OptimizerState"]
 

@@ -5,8 +5,8 @@ was written, tuples and infinities included, and reading is nothing but a walk o
 it. Whatever is not in the table below is refused when it is written, by its place and type: an object that only a
 pickle could bring back would also bring its code.
 
-Beside the kinds of Python and torch there are records: small types of Penstock's own, each registered with the types
-of its fields. Nothing else can be made by reading, and a field of another type is an error.
+Beside the kinds of Python and torch there are small types of Penstock's own, each registered with the types of its
+fields. Nothing else can be made by reading, and a field of another type is an error.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ def loads(content: bytes) -> Any:
     if len(content) > LONGEST:
         raise NotPlainError(f"a message of {len(content)} bytes; the longest that is read has {LONGEST}")
     try:
-        return json.loads(content, object_hook=lambda entries: _made(entries, _no_tensor))
+        return json.loads(content, object_hook=partial(_made, tensor=_no_tensor))
     except NotPlainError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError) as error:
@@ -72,27 +73,27 @@ def shortened(text: str | None, length: int = LONG_TEXT) -> str | None:
     return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
 
 
-# -- records
+# -- types of our own
 
 
-class _Record(NamedTuple):
+class _Registered(NamedTuple):
     kind: type
     fields: Mapping[str, Any]  # their types
     write: Callable[[Any], dict[str, Any]]
     read: Callable[..., Any]
 
 
-_RECORDS: dict[str, _Record] = {}
+_REGISTERED: dict[str, _Registered] = {}
 _NAMES: dict[type, str] = {}
 
 
-def record(kind: type, *, write: Callable[[Any], dict[str, Any]] | None = None, **fields: Any) -> None:
+def register(kind: type, *, write: Callable[[Any], dict[str, Any]] | None = None, **fields: Any) -> None:
     """Let objects of this type travel: its fields and their types, which are also its constructor's arguments."""
 
     def of_fields(value: Any) -> dict[str, Any]:
         return {name: getattr(value, name) for name in fields}
 
-    _RECORDS[kind.__name__] = _Record(kind, fields, write or of_fields, kind)
+    _REGISTERED[kind.__name__] = _Registered(kind, fields, write or of_fields, kind)
     _NAMES[kind] = kind.__name__
 
 
@@ -113,7 +114,7 @@ def _of_failure(failure: PeerFailure) -> dict[str, Any]:
     }
 
 
-record(
+register(
     PeerFailure,
     write=_of_failure,
     rank=int,
@@ -169,7 +170,7 @@ def _encoded(value: Any, store_tensor: StoreTensor | None, depth: int) -> Any:
     if kind in _NAMES and store_tensor is None:
         name = _NAMES[kind]
         fields = {}
-        for key, entry in _RECORDS[name].write(value).items():
+        for key, entry in _REGISTERED[name].write(value).items():
             try:
                 fields[key] = entry if type(entry) in _AS_THEY_ARE else _encoded(entry, None, depth + 1)
             except _Unfit as unfit:
@@ -262,8 +263,8 @@ def _made(entries: dict[str, Any], tensor: Callable[[str], Tensor]) -> Any:
     content = entries[mark]
     if mark in _MAKERS:
         return _MAKERS[mark](content)
-    if mark[1:] in _RECORDS:
-        return _read_record(mark[1:], content)
+    if mark[1:] in _REGISTERED:
+        return _read_registered(mark[1:], content)
     if mark == TENSOR:
         return tensor(content)
     if mark == "$array":
@@ -271,8 +272,8 @@ def _made(entries: dict[str, Any], tensor: Callable[[str], Tensor]) -> Any:
     raise NotPlainError(f"a value of kind {mark[:40]!r}, which this Penstock does not know")
 
 
-def _read_record(name: str, values: dict[str, Any]) -> Any:
-    kind, fields, _, make = _RECORDS[name]
+def _read_registered(name: str, values: dict[str, Any]) -> Any:
+    kind, fields, _, make = _REGISTERED[name]
     for key, value in values.items():
         fits = key in fields and isinstance(value, fields[key])
         if not fits and not (type(value) is int and isinstance(0.0, fields.get(key, ()))):

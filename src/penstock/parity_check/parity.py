@@ -32,7 +32,7 @@ from penstock.parity_check.tensor_trace import TensorTrace, watching_stages
 from penstock.parity_check.uncut import check_close, compare_uncut, largest, uncut
 from penstock.pipeline import Pipeline
 from penstock.pipeline.batches import Call
-from penstock.runtime.backward.record import FreshGradients
+from penstock.runtime.backward.saved_graph import FreshGradients
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Batch, plain_example
 from penstock.runtime.engine.replication import Replication
@@ -177,7 +177,8 @@ def _accumulate(
                 loss, extra = _plain_forward(pipe, split, batch, step, number, trace, precision, statistics)
                 if shares.learns:
                     shares.saw(number, read_loss(loss))
-                share = shares()[number] if shares.counts(number) else 0.0
+                found = shares.if_counts(number)
+                share = 0.0 if found is None else found[number]
                 roots = [(loss, share), *((value, 1.0 / pipe.microbatches) for value in extra)]
                 roots = [(root, seed) for root, seed in roots if root.requires_grad and seed]
                 seeds = [torch.tensor(seed, dtype=torch.float64).to(root) for root, seed in roots]

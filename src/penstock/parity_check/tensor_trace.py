@@ -120,7 +120,7 @@ def watching_stages(pipe: Pipeline, trace: TensorTrace) -> Iterator[None]:
     }
 
     def watch(index: int, stage: Stage) -> None:
-        forward, backward, weights = stage.forward, stage.backward, stage.weights
+        forward, backward, weights = stage.forward, stage.backward, stage.weight_gradients
 
         def watched_forward(given: StageInput) -> Any:
             made = forward(given)
@@ -135,7 +135,7 @@ def watching_stages(pipe: Pipeline, trace: TensorTrace) -> Iterator[None]:
             trace.numbers[index] = number
             weights(number)
 
-        stage.__dict__.update(forward=watched_forward, backward=watched_backward, weights=watched_weights)
+        stage.__dict__.update(forward=watched_forward, backward=watched_backward, weight_gradients=watched_weights)
 
     for index, stage in stages.items():
         watch(index, stage)
@@ -143,5 +143,5 @@ def watching_stages(pipe: Pipeline, trace: TensorTrace) -> Iterator[None]:
         yield
     finally:
         for stage in stages.values():
-            for name in ("forward", "backward", "weights"):
+            for name in ("forward", "backward", "weight_gradients"):
                 del stage.__dict__[name]

@@ -7,6 +7,6 @@ state        the model's values that this process owns, under the model's own na
 """
 
 from penstock.pipeline.pipeline import Pipeline
-from penstock.runtime.batch.result import StepResult
+from penstock.runtime.engine.report import StepResult
 
 __all__ = ["Pipeline", "StepResult"]

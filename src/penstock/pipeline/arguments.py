@@ -20,7 +20,7 @@ from penstock.rules import ArgumentRule, check_rules, choice, is_count, is_numbe
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.lengths import ByTokens
 from penstock.runtime.loss.loss_options import LossOptions
-from penstock.runtime.loss.weights import torch_reduction
+from penstock.runtime.loss.losses import torch_reduction
 from penstock.schedule import Op, Schedule
 
 PROVISIONAL = 8  # microbatches, until a first batch says how many it takes

@@ -18,14 +18,14 @@ from penstock.errors import ModelError, UsageError
 from penstock.pipeline.call_arguments import check_call, check_loss_kwargs, positional
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.first_inputs import carry_batch
-from penstock.pipeline.state import ModelState
+from penstock.pipeline.model_state.state import ModelState
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.fingerprint import GivenBatch, Key, sample_given
 from penstock.runtime.batch.lengths import LengthPlan, PlanSplitter, merge_by_plan
 from penstock.runtime.batch.microbatch import Batch, Microbatches, check_is_data, check_labels, count_for, split_batch
-from penstock.runtime.batch.result import StepResult, merge
-from penstock.runtime.engine.replication import result_of
-from penstock.runtime.engine.report import Refused, StepInput, StepReport
+from penstock.runtime.batch.outputs import merge
+from penstock.runtime.engine.report import StepReport, StepResult, result_of
+from penstock.runtime.engine.step_input import Refused, StepInput
 from penstock.runtime.loss.check import LossChecks
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.losses import trained_loss
@@ -64,7 +64,7 @@ class Batches:
         loss_options: LossOptions,
         options: BatchOptions,
         recompute: str,
-        least: int,
+        min_microbatches: int,
     ) -> None:
         self.deployment, self.state = deployment, state
         self.loss_fn = loss_fn
@@ -74,7 +74,7 @@ class Batches:
         self.checks = LossChecks(loss_fn, self.weighing, self.dims)
         self._forward = forward  # of the model, as the user has written it
         self._recompute = recompute
-        self._least = least  # microbatches, where their number follows from the batch
+        self._min_microbatches = min_microbatches  # microbatches, where their number follows from the batch
         self._plan: LengthPlan | None = None  # for the batch that runs
         self.have_lengths = False  # whether all ranks were given those of the last batch for which they were compared
         self._checked_calls: set[tuple[str, int, bool]] = set()  # name, positional arguments, with a target
@@ -117,7 +117,7 @@ class Batches:
             return count_for(deployment.programs.microbatches, call.args, call.kwargs, call.target, self.dims)
 
         def agreed() -> int:
-            found, _ = deployment.world.agreed(call.name, wanted, "(rank, microbatches)")
+            found, _ = deployment.world.same_on_all(call.name, wanted, "(rank, microbatches)")
             return deployment.programs.microbatches if found is None else found
 
         return deployment.replication.same_count(agreed)
@@ -250,7 +250,7 @@ class Batches:
         by_tokens, deployment = self.options.split, self.deployment
         assert by_tokens is not None
         fixed = call.training and by_tokens.max_tokens is None
-        least = deployment.programs.microbatches if by_tokens.max_tokens is None else self._least
+        least = deployment.programs.microbatches if by_tokens.max_tokens is None else self._min_microbatches
 
         def find() -> LengthPlan | None:
             if call.args or call.kwargs:
@@ -262,7 +262,7 @@ class Batches:
         if alone:
             self._plan = find()
         else:
-            self._plan, self.have_lengths = deployment.world.agreed(call.name, find, "or with different lengths")
+            self._plan, self.have_lengths = deployment.world.same_on_all(call.name, find, "or with different lengths")
         if self._plan is None:
             where = "every rank, as in the step before" if alone else "at least one rank"
             raise UsageError(f"by_tokens needs the batch on {where}, and none was given{' here' if alone else ''}")

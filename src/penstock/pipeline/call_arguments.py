@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import UsageError
-from penstock.runtime.loss.weights import torch_reduction
+from penstock.runtime.loss.losses import torch_reduction
 
 
 def positional(function: Callable[..., Any] | None) -> list[str]:

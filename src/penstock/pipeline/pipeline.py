@@ -28,15 +28,15 @@ from penstock.pipeline.arguments import check_arguments, op_of, with_plan
 from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.call_arguments import check_reduce
 from penstock.pipeline.construction import Construction
+from penstock.pipeline.model_state.save_pretrained import save_pretrained
+from penstock.pipeline.model_state.state import ModelState
 from penstock.pipeline.rebalance import apply_cut, propose_cut
-from penstock.pipeline.save_pretrained import save_pretrained
-from penstock.pipeline.state import ModelState
 from penstock.pipeline.train_steps import StepLoop, StepParts, TrainedStep
 from penstock.runtime.batch.batch_options import BatchOptions
-from penstock.runtime.batch.result import StepResult
 from penstock.runtime.engine.foreign_leaves import watch_leaves
 from penstock.runtime.engine.handlers import Handler
 from penstock.runtime.engine.recorder import Recorder
+from penstock.runtime.engine.report import StepResult
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.schedule import Op, Schedule, Timeline
 from penstock.schedule.timing.timeline import peaks
@@ -132,11 +132,11 @@ class Pipeline:
                 loss_options=loss_options,
                 options=batch_options,
                 recompute=self.recompute,
-                least=given["microbatches"] or 1,
+                min_microbatches=given["microbatches"] or 1,
             )
             self.state.materialise(model, init)
             deployment.put_on_devices()
-            world.agree(self.facts(), deployment.counter)
+            world.check_facts(self.facts(), deployment.counter)
             tied = tied_places(cut)  # before anything takes the place of a parameter
             deployment.replication = self.composition.build(self, tied)
             world.built()
@@ -164,9 +164,7 @@ class Pipeline:
             (executor,) = deployment.ranks.executors.values()
             replicated = deployment.replication.replicas > 1
             watch_leaves(executor.stages, deployment.staged, deployment.placement, self.loss_fn, replicated)
-        self._spare_transaction, self._transaction = (
-            deployment.ranks.guard(lambda: self.loss_fn, self.atomic) for _ in range(2)
-        )
+        self._spare_transaction, self._transaction = (deployment.ranks.guard(self.atomic) for _ in range(2))
 
     def facts(self) -> dict[str, tuple[str, str]]:
         """Facts about model, schedule and settings that must be equal on every rank."""
@@ -242,17 +240,17 @@ class Pipeline:
             ModelError: The batch cannot be split, or the model cannot take it.
             UsageError: An argument cannot work.
         """
-        return self._step(Call("step()", args, kwargs, target, loss_kwargs or {}, outputs, training=True))
-
-    def _step(self, call: Call) -> StepResult:
+        call = Call("step()", args, kwargs, target, loss_kwargs or {}, outputs, training=True)
         deployment = self.deployment
         with deployment.ranks.in_call(call.name):
             self._begin()
-            if not self.state.other_ranks.checked:
+            if not self.state.other_ranks.is_checked:
                 self.state.other_ranks.check(deployment)
-            self._take_count(self.batches.take_lengths(call))
+            if self.batches.options.split is not None:
+                self._take_count(self.batches.take_lengths(call))
             program = deployment.programs.program
-            with self._transaction(training=True, set_aside=deployment.replication.sets_aside):
+            set_aside = deployment.replication.sets_aside
+            with self._transaction(training=True, set_aside=set_aside, loss_fn=self.loss_fn):
                 begun = None if self._recorder is None else self._recorder.begin()
                 tied = deployment.tied.summed() if deployment.tied.groups else nullcontext()
                 with tied, deployment.replication.step(program, training=True) as replica:
@@ -262,7 +260,7 @@ class Pipeline:
                     replica.end(reports)
                 deployment.ranks.end_batch()
                 deployment.counter.step += 1
-            if self.state.other_ranks.whole:
+            if self.state.other_ranks.is_filled:
                 self.state.other_ranks.let_go(deployment)
             if self._recorder is not None:
                 self._recorder.keep(reports)
@@ -306,13 +304,18 @@ class Pipeline:
             self.deployment,
             self.batches,
             self.state,
-            begin=self._begin_step,
-            together=self._step,
+            begin=lambda: self.deployment.ranks.begin(),
+            together=self._step_of,
             take_count=self._take_count,
             transactions=(self._transaction, self._spare_transaction),
+            loss_fn=lambda: self.loss_fn,
             is_recording=lambda: self._recorder is not None,
         )
         return self._train_steps(StepLoop(parts, updates), batches)
+
+    def _step_of(self, call: Call) -> StepResult:
+        with self.deployment.ranks.in_call(call.name):
+            return self.step(*call.args, target=call.target, loss_kwargs=call.loss_kwargs, **call.kwargs)
 
     def _train_steps(self, loop: StepLoop, batches: Iterable[Any]) -> Iterator[TrainedStep]:
         self._check_open()  # a loop that was left may have an update to check
@@ -338,11 +341,7 @@ class Pipeline:
     def _begin(self) -> None:
         """Before a step or an evaluation: no rank may be late, and the stages follow what was done to the model."""
         self._check_open()
-        self._begin_step()
-
-    def _begin_step(self) -> None:
-        self.deployment.ranks.wait_for_late_ranks()
-        self.deployment.ranks.follow()
+        self.deployment.ranks.begin()
 
     def _take_count(self, count: int | None) -> None:
         """From here on, run that many microbatches, if the batch says how many."""
@@ -382,7 +381,7 @@ class Pipeline:
         with deployment.ranks.in_call(call.name):
             self._begin()
             program = deployment.programs.inference(self.batches.count(call), deployment.replication.lowered)
-            with self._transaction(training=False) as before:
+            with self._transaction(training=False, loss_fn=self.loss_fn) as before:
                 evaluating = deployment.ranks.evaluating(holding.module for holding in deployment.holdings())
                 with evaluating, deployment.replication.step(program, training=False) as replica:
                     with deployment.ranks.step():

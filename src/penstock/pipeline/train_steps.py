@@ -50,11 +50,10 @@ from penstock.optim.snapshot import UpdateSnapshot
 from penstock.optim.updates import AS_IS, ORDER, Updates, Verdict
 from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.deployment import Deployment
-from penstock.pipeline.state import ModelState
-from penstock.runtime.batch.result import StepResult
-from penstock.runtime.engine.ended_step import EndedStep
-from penstock.runtime.engine.replication import Replication, replica_report, result_of
-from penstock.runtime.engine.report import Refused
+from penstock.pipeline.model_state.state import ModelState
+from penstock.runtime.engine.replication import Replication
+from penstock.runtime.engine.report import EndedStep, StepResult, replica_report, result_of
+from penstock.runtime.engine.step_input import Refused
 from penstock.runtime.state.transaction import Transaction
 from penstock.schedule import Schedule, verify
 
@@ -93,6 +92,7 @@ class StepParts:
     together: Callable[[Call], StepResult]  # a step that ends on all ranks together
     take_count: Callable[[int | None], None]  # of microbatches, where the batch says how many
     transactions: tuple[Transaction, Transaction]  # around a step and the next one: each is undone if it fails
+    loss_fn: Callable[[], Any]  # as it is now
     is_recording: Callable[[], bool]
 
 
@@ -192,7 +192,8 @@ class StepLoop:
         deployment, batches, other_ranks = self._parts.deployment, self._parts.batches, self._parts.state.other_ranks
         reasons = {
             "ranks are threads": deployment.world.transport is None,
-            "the first step of a pipeline": not (batches.has_compared and other_ranks.checked) or other_ranks.whole,
+            "the first step of a pipeline": not (batches.has_compared and other_ranks.is_checked)
+            or other_ranks.is_filled,
             "replicas, sharded or spread parameters": type(deployment.replication) is not Replication,
             "weights that are tied across ranks": bool(deployment.tied.groups),
             "a GradScaler": self._scaler() is not None,
@@ -286,7 +287,7 @@ class StepLoop:
         failed = None if self._uncollected is None else self._uncollected.ended.failure
         mine: _Uncollected
         try:
-            with transaction(training=True):
+            with transaction(training=True, loss_fn=parts.loss_fn()):
                 ended = self._run_without_exchange(call, program, refused or failed)
                 mine = _Uncollected(self._number, ended, program.microbatches, transaction)
                 try:

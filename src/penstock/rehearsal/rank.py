@@ -15,7 +15,7 @@ from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.handlers import Context
 from penstock.runtime.engine.mailbox import Mailbox
-from penstock.runtime.engine.report import StepInput
+from penstock.runtime.engine.step_input import StepInput
 from penstock.runtime.loss.shares import Shares
 from penstock.runtime.transport.channel import Channel
 from penstock.schedule import Action, Costs, Op, Schedule
@@ -122,7 +122,7 @@ class RehearsedRank:
             for stage in stages.values():
                 stage.step = step
             try:
-                reports = executor.run(program, self._given())
+                reports = executor.run(program, self._given()).reports()
             except (PenstockError, InjectedError) as error:
                 if time.over:  # the rehearsal has ended, and this task with it
                     return
@@ -133,6 +133,8 @@ class RehearsedRank:
                 last = reports[placement.rank_of(program.stages - 1)]
                 gradients = {index: stage.gradient for index, stage in stages.items()}
                 self.done[step] = StepDone(last.loss, last.losses_by_number, gradients)
+            finally:
+                executor.running = False
         self.ended = True
         setting.unsettled.discard(self.rank)
 

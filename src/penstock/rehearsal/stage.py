@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.model.part import OUTPUT
-from penstock.runtime.backward.record import GraphRecord
+from penstock.runtime.backward.saved_graph import SavedGraph
 from penstock.runtime.engine.stage import Forward, Stage, StageInput
 from penstock.schedule import Op, Topology
 
@@ -32,7 +32,7 @@ class RehearsedStage(Stage):
         self.producers, self.consumers = topology.producers(index), topology.consumers(index)
         self.is_last = index == topology.stages - 1
         self.module = nn.Identity()
-        self.records: dict[int, GraphRecord] = {}  # whole batches, which there are none of
+        self.saved: dict[int, SavedGraph] = {}  # whole batches, which there are none of
         self.gathering = False
         self.gradient = 0  # the sum over microbatches, in this step
         self.step = 0
@@ -69,19 +69,19 @@ class RehearsedStage(Stage):
         microbatch: int,
         gradients: Mapping[int, Any],
         *,
-        split: bool,
+        split_backward: bool,
         loss_seed: Tensor | None,
         extra_seed: Tensor | None,
     ) -> dict[int, Any]:
-        self._spend(Op.I if split else Op.B, self.index, microbatch)
+        self._spend(Op.I if split_backward else Op.B, self.index, microbatch)
         gradient = gradient_of(self._outputs.pop(microbatch), [gradients[consumer] for consumer in self.consumers])
-        if split:
+        if split_backward:
             self._deferred[microbatch] = gradient
         else:
             self.gradient += gradient
         return dict.fromkeys(self.producers, gradient)
 
-    def weights(self, microbatch: int) -> None:
+    def weight_gradients(self, microbatch: int) -> None:
         self._spend(Op.W, self.index, microbatch)
         self.gradient += self._deferred.pop(microbatch)
 

@@ -65,8 +65,8 @@ class RehearsalIncoming(QueuedIncoming[Message]):
         if not self._wire.is_ready:
             operations.wait(self._wire, edge.source_rank, edge, wanted)
         message: Message = self._wire.take()
-        if message[:3] != (operations.step, ordinal, expected):
-            due = f"microbatch {expected}, number {ordinal} of step {operations.step}"
+        if message[:3] != (operations.exchanges, ordinal, expected):
+            due = f"microbatch {expected}, number {ordinal} of step {operations.exchanges}"
             came = f"microbatch {message.microbatch}, number {message.ordinal} of step {message.step}"
             error = wrong_message(edge, due, came)
             operations.abort(PeerFailure(operations.rank, f"MessageError: {error}", stage=edge.target_stage))
@@ -85,10 +85,10 @@ class RehearsalOutgoing(Outgoing):
 
     def _send(self, microbatch: int, value: Any) -> None:
         self._operations.check_not_broken()
-        self._put(Message(self._operations.step, self.count, microbatch, value, None))
+        self._put(Message(self._operations.exchanges, self.count, microbatch, value, None))
 
     def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:
-        self._put(Message(self._operations.step, self.count, microbatch, None, failure))
+        self._put(Message(self._operations.exchanges, self.count, microbatch, None, failure))
 
     def _put(self, message: Message) -> None:
         parcel: Any = self._stamp(self._number, message)  # in the place of a tensor
@@ -165,5 +165,5 @@ class RehearsalTransport(DistributedTransport):
         }
         return ChannelEnds(channels, rank, incoming, outgoing)
 
-    def wire(self, source: int, target: int) -> str:
+    def describe_link(self, source: int, target: int) -> str:
         return "a link on virtual time"

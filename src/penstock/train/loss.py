@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from penstock.errors import ModelError, UsageError
+from penstock.runtime.loss.add_loss import add_loss
 from penstock.runtime.loss.loss_options import LossOptions
-from penstock.runtime.loss.losses import add_loss, own_loss
+from penstock.runtime.loss.losses import own_loss
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import find_source
 

@@ -88,6 +88,6 @@ def _links(pipe: Pipeline) -> list[str]:
     ways = sorted(pairs | {(target, source) for source, target in pairs})
     by_wire: dict[str, list[str]] = {}
     for source, target in ways:
-        by_wire.setdefault(pipe.deployment.world.wire(source, target), []).append(f"{source} -> {target}")
+        by_wire.setdefault(pipe.deployment.world.describe_link(source, target), []).append(f"{source} -> {target}")
     lines = [f"{', '.join(named)}: {wire}" for wire, named in by_wire.items()] or ["none"]
     return [f"{'links' if not number else '':10}{line}" for number, line in enumerate(lines)]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.backward.products import Recording
+from penstock.runtime.backward.products import DeferringMode
 from penstock.runtime.backward.stage_parameters import StageParameters
 
 MICROBATCHES = 3
@@ -24,7 +24,7 @@ def backward_full(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None])
         torch.autograd.backward([o for o, _ in roots], [g for _, g in roots])
 
 
-def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], recording: Recording) -> None:
+def backward_input(outputs: Sequence[Tensor], gradients: Sequence[Tensor | None], recording: DeferringMode) -> None:
     """I: gradients of the inputs, left as `.grad` on the received leaves, and of all weights that were not deferred."""
     recording.learn(outputs)
     recording.deferred.begin_input()
@@ -87,7 +87,7 @@ def check(
         with context():
             wanted = as_tuple(plain(*leaves[0]))
         torch.manual_seed(seed)
-        recording = Recording(parameters)
+        recording = DeferringMode(parameters)
         with nullcontext() if parameters.differentiates else recording, context():
             got = as_tuple(split(*leaves[1]))
         gradients = [gradient(y) if y.is_floating_point() else None for y in wanted]

@@ -12,7 +12,7 @@ from runtime.backward.comparing import Apply, check, mlp, normal
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.runtime.backward.products import Recording
+from penstock.runtime.backward.products import DeferringMode
 from penstock.runtime.backward.stage_parameters import StageParameters
 
 
@@ -51,12 +51,12 @@ def test_a_forward_that_differentiates_is_left_whole() -> None:
 
 def test_a_forward_that_starts_to_differentiate_later_is_refused() -> None:
     layer, parameters = nn.Linear(6, 6), StageParameters()
-    recording = Recording(parameters)
+    recording = DeferringMode(parameters)
     x = torch.randn(4, 6, requires_grad=True)
     with recording:
         y = layer(x)
     recording.learn([y])
-    with Recording(parameters):
+    with DeferringMode(parameters):
         y = layer(x)
         with pytest.raises(ModelError, match="choose a schedule without W"):
             torch.autograd.grad(y.sum(), x, create_graph=True)

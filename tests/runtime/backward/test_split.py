@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import RunError
 from penstock.runtime.backward import split as backward_module
-from penstock.runtime.backward.products import Recording
+from penstock.runtime.backward.products import DeferringMode
 from penstock.runtime.backward.stage_parameters import StageParameters
 
 
@@ -87,7 +87,7 @@ def test_outputs_without_gradient_without_need_of_one_and_twice_the_same() -> No
 
 
 def test_no_gradient_at_all_leaves_the_parameters_alone() -> None:
-    layer, recording = nn.Linear(6, 6), Recording(StageParameters())
+    layer, recording = nn.Linear(6, 6), DeferringMode(StageParameters())
     with recording:
         y = layer(torch.randn(4, 6))
     backward_input([y], [None], recording)
@@ -122,7 +122,7 @@ def test_frozen_parameters() -> None:
 def test_freezing_between_microbatches_is_followed() -> None:
     layer, parameters = nn.Linear(6, 6), StageParameters()
     for microbatch in range(3):
-        recording = Recording(parameters)
+        recording = DeferringMode(parameters)
         x = torch.randn(4, 6, requires_grad=True)
         layer.weight.grad = None
         layer.weight.requires_grad_(microbatch < 2)
@@ -193,7 +193,7 @@ def test_microbatches_that_take_different_paths_before_the_first_backward() -> N
     layer, parameters = nn.Linear(6, 6), StageParameters()
     flight = []
     for regularized in (True, False):
-        recording = Recording(parameters)
+        recording = DeferringMode(parameters)
         with recording:
             y = layer(torch.randn(4, 6, requires_grad=True))
             y = y + layer.weight.sum() if regularized else y
@@ -230,7 +230,7 @@ def test_tensors_used_twice_and_in_place_operations() -> None:
 def test_changing_an_input_in_place_is_an_error_as_ever() -> None:
     layer, parameters = nn.Linear(6, 6), StageParameters()
     for attempt in range(2):
-        recording = Recording(parameters)
+        recording = DeferringMode(parameters)
         with recording:
             x = torch.randn(4, 6, requires_grad=True) * 2
             y = layer(x)
@@ -278,7 +278,7 @@ def test_a_hook_that_changes_a_parameters_gradient() -> None:
     for layer in (plain, split):
         layer.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
     for _ in range(MICROBATCHES):
-        x, recording = torch.randn(4, 6), Recording(parameters)
+        x, recording = torch.randn(4, 6), DeferringMode(parameters)
         with recording:
             y = split(x.requires_grad_())
         backward_input([y], [torch.ones_like(y)], recording)
@@ -300,7 +300,7 @@ def reduce_by_ddp() -> None:
     wrapped.register_comm_hook(None, reduce)
     parameters = StageParameters()
     for microbatch in range(4):
-        recording = Recording(parameters)
+        recording = DeferringMode(parameters)
         with nullcontext() if microbatch % 2 else wrapped.no_sync(), recording:
             y = wrapped(torch.randn(4, 6, requires_grad=True))
         backward_input([y], [torch.ones_like(y)], recording)
@@ -381,7 +381,7 @@ def test_functorch_inside_a_forward() -> None:
 
 
 def test_order_is_enforced() -> None:
-    recording = Recording(StageParameters())
+    recording = DeferringMode(StageParameters())
     with pytest.raises(RunError, match="after I"):
         recording.deferred.run()
     with recording:
@@ -402,7 +402,7 @@ def test_several_microbatches_in_flight_and_out_of_order() -> None:
     inputs = [torch.randn(4, 8) for _ in range(5)]
     flight = []
     for x in inputs:
-        recording = Recording(parameters)
+        recording = DeferringMode(parameters)
         with recording:
             y = split(x.clone().requires_grad_())
         recording.learn([y])
@@ -437,7 +437,7 @@ def test_only_what_w_needs_lives_after_i_and_nothing_after_w() -> None:
     gc.disable()  # what is freed must not have waited for the collector
     try:
         for microbatch in range(3):
-            recording = Recording(parameters)
+            recording = DeferringMode(parameters)
             with recording:
                 y = model(torch.randn(4, 6, requires_grad=True))
             backward_input([y], [torch.ones_like(y)], recording)
@@ -505,7 +505,7 @@ def test_compiled_submodules_run_as_they_are() -> None:
     split, twin = copy.deepcopy(plain), copy.deepcopy(outer)
     compiled = torch.compile(split, backend=compiler)
     for microbatch in range(MICROBATCHES):
-        x, recording = torch.randn(4, 6), Recording(parameters)
+        x, recording = torch.randn(4, 6), DeferringMode(parameters)
         with recording:
             y = compiled(outer(x.clone().requires_grad_()))
         backward_input([y], [torch.ones_like(y)], recording)

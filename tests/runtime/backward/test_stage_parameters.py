@@ -7,14 +7,14 @@ import gc
 import torch
 from torch import nn
 
-from penstock.runtime.backward.products import Recording
+from penstock.runtime.backward.products import DeferringMode
 from penstock.runtime.backward.stage_parameters import StageParameters
 
 
 def test_a_first_forward_shows_which_parameters_can_wait() -> None:
     parameters, layer = StageParameters(), nn.Linear(4, 4)
     assert not parameters.known
-    recording = Recording(parameters)
+    recording = DeferringMode(parameters)
     with recording:
         output = layer(torch.randn(2, 4, requires_grad=True)) + layer.bias
     recording.learn([output])

@@ -18,6 +18,8 @@ from tiers import mostly_slow
 
 from penstock.errors import RunError
 from penstock.runtime.engine import ranks as crew
+from penstock.runtime.engine.ranks import calling
+from penstock.runtime.transport import ThreadTransport
 
 
 @contextmanager
@@ -95,3 +97,12 @@ def test_a_step_inside_a_step_is_refused() -> None:
         failure = fail(pipe)
         assert "in a step already" in failure.cause
         assert_clean(pipe)
+
+
+def test_the_outer_call_counts_and_is_over_when_it_raises() -> None:
+    transport = ThreadTransport.group(1)[0]
+    with calling(transport, "step()"):
+        with pytest.raises(ZeroDivisionError), calling(transport, "grad_norm()"):
+            _ = 1 / len(transport.call.removeprefix("step()"))  # it is in step(), so that nothing is left
+        assert transport.call == "step()"
+    assert transport.call == ""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.runtime.engine.replication import ReplicaReport, Replication, result_of
+from penstock.runtime.engine.replication import Replication
+from penstock.runtime.engine.report import ReplicaReport, result_of
 from penstock.schedule import build
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock import BatchOptions, LossOptions
-from penstock.runtime.loss import check as loss_check
+from penstock.runtime.loss import pair_check
 
 
 class Stateful(nn.Module):
@@ -62,7 +62,7 @@ def test_a_loss_that_draws_cannot_be_asked_and_draws_the_same_numbers(source: st
 
 
 def test_of_large_outputs_a_few_rows_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_check, "BYTES", 2 * LENGTH * WIDTH * 8)  # two rows
+    monkeypatch.setattr(pair_check, "BYTES", 2 * LENGTH * WIDTH * 8)  # two rows
     sizes: list[int] = []
 
     def mean(output: Tensor, target: Tensor, scale: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The seam that all transports share: the call that a rank is in, and a broken group."""
+"""The seam that all transports share: a broken group."""
 
 from __future__ import annotations
 
@@ -6,15 +6,6 @@ import pytest
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport import Channel, ThreadTransport
-
-
-def test_the_outer_call_counts_and_is_over_when_it_raises() -> None:
-    transport = ThreadTransport.group(1)[0]
-    with transport.calling("step()"):
-        with pytest.raises(ZeroDivisionError), transport.calling("grad_norm()"):
-            _ = 1 / len(transport.call.removeprefix("step()"))  # it is in step(), so that nothing is left
-        assert transport.call == "step()"
-    assert transport.call == ""
 
 
 def test_on_a_broken_group_a_failure_is_not_sent_and_a_message_is_the_loss() -> None:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from penstock.compat.pipelining.errors import ArgumentTypeError
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch, Microbatches, split_batch
-from penstock.runtime.batch.result import merge
+from penstock.runtime.batch.outputs import merge
 
 
 @dataclass(frozen=True, repr=False)

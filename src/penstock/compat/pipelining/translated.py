@@ -19,7 +19,7 @@ from penstock.pipeline.batches import Batches, Call
 from penstock.runtime.batch.fingerprint import GivenBatch
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.engine.handlers import Context, Handler
-from penstock.runtime.engine.report import StepInput
+from penstock.runtime.engine.step_input import StepInput
 from penstock.schedule import Action, Op
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.integrations.lightning.example import rows_of
-from penstock.runtime.batch.result import StepResult
+from penstock.pipeline import StepResult
 
 __all__ = ["TRAINING", "Logged", "Steps", "follow_log", "joined_logs", "number_of"]
 

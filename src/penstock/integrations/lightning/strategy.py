@@ -31,7 +31,7 @@ from penstock.integrations.optimizer_state import OptimizerState
 from penstock.messages.collective import all_gather
 from penstock.parallel.mesh import Axes, mesh
 from penstock.pipeline import Pipeline
-from penstock.pipeline.carry import carry
+from penstock.pipeline.model_state.carry import carry
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Microbatches
 from penstock.schedule import Schedule, family

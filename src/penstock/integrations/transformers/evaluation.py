@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from transformers.trainer_utils import EvalLoopOutput
 
 from penstock.pipeline import Pipeline
-from penstock.pipeline.carry import carry
+from penstock.pipeline.model_state.carry import carry
 
 __all__ = ["from_last_rank", "logits_of"]
 

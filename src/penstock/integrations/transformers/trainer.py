@@ -30,8 +30,7 @@ from penstock.integrations.transformers.evaluation import from_last_rank, logits
 from penstock.integrations.transformers.loss import TrainerLoss
 from penstock.integrations.transformers.pipelined import Pipelined
 from penstock.parallel.mesh import Axes
-from penstock.pipeline import Pipeline
-from penstock.runtime.batch.result import StepResult
+from penstock.pipeline import Pipeline, StepResult
 from penstock.schedule import Schedule, family
 
 __all__ = ["PipelineTrainer"]

@@ -44,7 +44,7 @@ from penstock.model.replay.unit_state.sinks import Sinks
 from penstock.model.use_names import dotted_name
 
 
-class _Abandoned(BaseException):
+class _PassEnded(BaseException):
     """The rest of the forward is of no use to this stage. No `except Exception` may stop it."""
 
 
@@ -213,7 +213,7 @@ class ReplayPart(StagePart):
             if run.absent is not None and run.absent.touches(output):
                 raise stale("the output needs a value that it did not need with the example")
             result[OUTPUT] = output
-        except _Abandoned:
+        except _PassEnded:
             pass
         finally:
             self._local.run = None
@@ -292,7 +292,7 @@ class ReplayPart(StagePart):
                 if run.absent is not None and not call.changed_in_place:
                     run.absent.guard([leaf], f"what {call.unit} returned")
         if number == self._last_own and not self._is_last:
-            raise _Abandoned
+            raise _PassEnded
         if not call.changed_in_place:
             return output
         # the glue writes into it: what was emitted must stay as it is

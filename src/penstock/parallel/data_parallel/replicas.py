@@ -28,8 +28,8 @@ from penstock.parallel.data_parallel.reduce import Reducer, make_equal, part_of
 from penstock.parallel.data_parallel.replica_checks import ReplicaChecks
 from penstock.parallel.data_parallel.sharded import Sharder
 from penstock.runtime.engine.executor import Executor
-from penstock.runtime.engine.replication import ReplicaReport, Replication, replica_report
-from penstock.runtime.engine.report import StepReport, failure_of
+from penstock.runtime.engine.replication import Replication
+from penstock.runtime.engine.report import ReplicaReport, StepReport, failure_of, replica_report
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.schedule import Action, Op, Schedule, insert_shards
 

@@ -100,7 +100,7 @@ class Sharder:
             for group in state._fsdp_param_groups:
                 group.reshard_after_backward = False  # RESHARD says when
             if precision is not None:
-                stage.memory.wrap = partial(_casting, precision)
+                stage.guarded.wrap = partial(_casting, precision)
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
         self._gathering: dict[int, Callable[[], None]] = {}  # by stage: waits until its parameters are complete
         self.present = 0

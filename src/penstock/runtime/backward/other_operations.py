@@ -17,16 +17,16 @@ from penstock.errors import ModelError
 from penstock.runtime.backward.stage_parameters import PLAIN
 
 if TYPE_CHECKING:
-    from penstock.runtime.backward.products import Recording
+    from penstock.runtime.backward.products import DeferringMode
 
 
-def _embedding(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) < 2 or not (recording.may_split(args[0]) and recording.can_wait(args[1])):
+def _embedding(mode: DeferringMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if len(args) < 2 or not (mode.may_split(args[0]) and mode.can_wait(args[1])):
         return None
-    return recording.cut((args[1],), func(*args, **kwargs))
+    return mode.cut((args[1],), func(*args, **kwargs))
 
 
-def _attention(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _attention(mode: DeferringMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`nn.MultiheadAttention` hands itself to the mode as one function; its products are inside.
 
     The function asks first whether a mode wants it and would be handed back for ever; so the same code runs with that
@@ -37,22 +37,22 @@ def _attention(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: d
     unasked = FunctionType(
         func.__code__, {**func.__globals__, "has_torch_function": lambda _: False}, func.__name__, func.__defaults__
     )
-    with recording:
+    with mode:
         return unasked(*args, **kwargs)
 
 
-def _inner_gradient(recording: Recording, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _inner_gradient(mode: DeferringMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """A forward that differentiates needs the parameters in its graph: such a stage is not taken apart."""
-    count = len(recording.deferred.products) + len(recording.deferred.subgraphs)
+    count = len(mode.deferred.products) + len(mode.deferred.subgraphs)
     if count:
         raise ModelError(
             f"a stage's forward calls {func.__qualname__} after {count} of its operations were split into "
             f"input and weight gradients, and in earlier microbatches it did not; choose a schedule without W for it"
         )
-    recording.parameters.differentiates = True
+    mode.parameters.differentiates = True
 
 
-Rule: TypeAlias = Callable[["Recording", Any, tuple[Any, ...], dict[str, Any]], Any]
+Rule: TypeAlias = Callable[["DeferringMode", Any, tuple[Any, ...], dict[str, Any]], Any]
 
 RULES: dict[Any, Rule] = {
     F.embedding: _embedding,

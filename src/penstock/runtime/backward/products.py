@@ -94,7 +94,7 @@ class _CutFunction(torch.autograd.Function):
 _ANCHOR = torch.zeros((), requires_grad=True)
 
 
-class Recording(TorchFunctionMode):
+class DeferringMode(TorchFunctionMode):
     """On during the forward of one microbatch, in the thread that runs it; fills `deferred`."""
 
     def __init__(self, parameters: StageParameters) -> None:

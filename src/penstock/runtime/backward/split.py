@@ -47,7 +47,7 @@ _ENGINE = torch.autograd.Variable._execution_engine
 class DeferredWeights:
     """The weight gradients of one microbatch of one stage, from its recorded forward to its `W`."""
 
-    products: list[DeferredProduct] = field(default_factory=list)  # both filled by `products.Recording`, in the forward
+    products: list[DeferredProduct] = field(default_factory=list)  # both filled by `DeferringMode`, in the forward
     subgraphs: list[DeferredSubgraph] = field(default_factory=list)
     _arrived: list[tuple[DeferredProduct, Tensor, int]] = field(default_factory=list)  # with each gradient's version
     _arrived_at_subgraphs: list[tuple[DeferredSubgraph, Tensor, int]] = field(default_factory=list)

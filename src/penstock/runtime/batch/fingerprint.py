@@ -61,7 +61,7 @@ class Detail(NamedTuple):
     rounding: float = ROUNDING
 
 
-plain.record(Detail, path=str, words=str, exact=int, numbers=tuple, rounding=float)
+plain.register(Detail, path=str, words=str, exact=int, numbers=tuple, rounding=float)
 
 
 class _TensorSample:

@@ -23,7 +23,7 @@ from penstock.errors import ModelError, UsageError
 from penstock.messages import plain
 from penstock.rules import is_count
 from penstock.runtime.batch.microbatch import Dims, Splitter
-from penstock.runtime.batch.result import merge
+from penstock.runtime.batch.outputs import merge
 
 Label = str | int
 
@@ -56,7 +56,7 @@ class LengthPlan:
         return torch.cat(self.index).argsort()
 
 
-plain.record(LengthPlan, rows=tuple, widths=tuple)
+plain.register(LengthPlan, rows=tuple, widths=tuple)
 
 
 class ByTokens:

@@ -57,6 +57,10 @@ class Batch:
     rows: list[int] | None  # how many rows each has; None where nothing says so
     has_target: bool
 
+    def row_counts(self) -> list[float]:
+        """What microbatches weigh in a mean over rows; where nothing says how many there are, all count alike."""
+        return [1.0] * len(self.args) if self.rows is None else [float(rows) for rows in self.rows]
+
 
 def split_batch(
     count: int,

@@ -18,8 +18,9 @@ from penstock.errors import RunError
 from penstock.model.part import OUTPUT
 from penstock.runtime.engine.gathered_batch import GatheredBatch
 from penstock.runtime.engine.mailbox import Mailbox
-from penstock.runtime.engine.report import StepInput, StepReport
+from penstock.runtime.engine.report import StepReport
 from penstock.runtime.engine.stage import Stage, StageInput
+from penstock.runtime.engine.step_input import StepInput
 from penstock.runtime.loss.losses import StepLosses, sum_in_order
 from penstock.runtime.state.ownership import Watched, check_unwritten, versions
 from penstock.runtime.transport.handover import alias
@@ -55,7 +56,7 @@ class Computations:
         self.step_losses: StepLosses
         self.report = StepReport()
         self.losses: dict[int, Tensor] = {}  # by microbatch, on the rank of the last stage
-        self.split: frozenset[tuple[int, int]] = frozenset()  # (stage, microbatch) whose backward comes as I and W
+        self.split_backward: frozenset[tuple[int, int]] = frozenset()  # (stage, microbatch): comes as I and W
         self._outputs: dict[int, Any] = {}
         self._kept: dict[int, Watched] = {}  # the tensors of these outputs
         self._joined: Any = None  # one of all of them
@@ -84,16 +85,16 @@ class Computations:
             return
         args, kwargs = given.batch.args[microbatch], given.batch.kwargs[microbatch]
         loss_of = None
-        if owner.is_last and not given.returns and self.step_losses.are_wanted:
+        if owner.is_last and not given.attached and self.step_losses.are_wanted:
             loss_of = partial(self.step_losses.of, microbatch)
         if not given.training:
             graph = loss_of is not None and given.loss_fn is None and given.shares.wants_graph
             emitted, loss, extra = owner.infer(StageInput(microbatch, arrived, args, kwargs, loss_of), graph)
         else:
-            split = (stage, microbatch) in self.split
+            split_backward = (stage, microbatch) in self.split_backward
             recompute = microbatch in given.recompute or stage in given.recompute_stages
             emitted, loss, extra = owner.forward(
-                StageInput(microbatch, arrived, args, kwargs, loss_of, split, recompute)
+                StageInput(microbatch, arrived, args, kwargs, loss_of, split_backward, recompute)
             )
         self.deliver(stage, microbatch, emitted, loss, extra)
 
@@ -109,7 +110,7 @@ class Computations:
         given = self.given
         if loss is not None:
             self.losses[microbatch] = loss.detach().clone()  # mse_loss gives a scalar in a storage of the output's size
-        if extra and given.returns:
+        if extra and given.attached:
             raise RunError(
                 f"add_loss({extra[0][0]!r}) under GPipe: it has no loss to add to; return the value as an output of "
                 f"the model, and add it to your own loss"
@@ -123,7 +124,7 @@ class Computations:
                 if given.reduce is not None:
                     with torch.no_grad():
                         output = given.reduce(output, **given.batch.loss_kwargs[microbatch])
-                self._outputs[microbatch] = pytree.tree_map(alias, output) if given.returns else _detached(output)
+                self._outputs[microbatch] = pytree.tree_map(alias, output) if given.attached else _detached(output)
                 self._kept[microbatch] = versions(self._outputs[microbatch])
         if emitted:
             self.mailbox.put_outputs(stage, microbatch, emitted if self.hooks is None else self.hooks.pack(emitted))
@@ -136,16 +137,20 @@ class Computations:
             gradients = self.hooks.unpack(gradients)
             self.hooks.before(stage)
         seeds, seed = self.step_losses.seeds, None
-        if owner.is_last and self.given.returns:
+        if owner.is_last and self.given.attached:
             gradients[OUTPUT] = self.given.output_gradients[microbatch]
-        if 0 in owner.records and owner.records[0].gathered:
+        if 0 in owner.saved and owner.saved[0].gathered:
             self._gathered.backward(stage, microbatch, gradients)
             return
         if owner.is_last and (loss := self.losses.get(microbatch)) is not None:
             made = seeds.made.get((loss.dtype, loss.device))
             seed = seeds.of(microbatch, loss) if made is None else made[microbatch]
         back = owner.backward(
-            microbatch, gradients, split=(stage, microbatch) in self.split, loss_seed=seed, extra_seed=seeds.extra
+            microbatch,
+            gradients,
+            split_backward=(stage, microbatch) in self.split_backward,
+            loss_seed=seed,
+            extra_seed=seeds.extra,
         )
         if self.hooks is not None:
             self.hooks.after(stage)
@@ -156,11 +161,11 @@ class Computations:
         if back:
             self.mailbox.put_gradients(stage, microbatch, back if self.hooks is None else self.hooks.pack(back))
 
-    def weights(self, stage: int, microbatch: int) -> None:
+    def weight_gradients(self, stage: int, microbatch: int) -> None:
         """W: compute the weight gradients that I deferred."""
         if self.hooks is not None:
             self.hooks.before(stage)
-        self.stages[stage].weights(microbatch)
+        self.stages[stage].weight_gradients(microbatch)
         if self.hooks is not None:
             self.hooks.after(stage)
 
@@ -168,6 +173,11 @@ class Computations:
         """What became of the outputs that were kept, if any; forgets it."""
         found, self._joined = self._joined, None
         return found
+
+    def end_step(self) -> None:
+        """All actions are done: what they have made together."""
+        self.join_outputs()
+        self.sum_losses()
 
     def join_outputs(self) -> None:
         """Inside of the step, so that outputs which do not fit together fail it on every rank.
@@ -188,10 +198,9 @@ class Computations:
         if not numbers:
             return
         losses = torch.stack([self.losses[number] for number in numbers])
-        shares = self.given.shares()
-        self.given.shares.check()
+        shares = self.given.shares.check()
         if self.given.check is not None:
-            self.report.is_open = self.given.check.end()
+            self.report.loss_unchecked = self.given.check.end()
         self.report.loss = sum_in_order(losses, [shares[number] for number in numbers])
         self.report.losses_by_number = losses.tolist()
         self.report.dtype = losses.dtype

@@ -29,13 +29,13 @@ from penstock.runtime.batch.comparison import Readers
 from penstock.runtime.batch.fingerprint import GivenBatch
 from penstock.runtime.engine.action_log import LOG, Entry, log_program, logged
 from penstock.runtime.engine.computations import Computations
-from penstock.runtime.engine.ended_step import EndedStep
 from penstock.runtime.engine.handlers import Context, Handler
 from penstock.runtime.engine.mailbox import ActionWait, Mailbox
 from penstock.runtime.engine.recorder import Begun
 from penstock.runtime.engine.replication import Replication
-from penstock.runtime.engine.report import Refused, StepInput, StepReport, failure_of
+from penstock.runtime.engine.report import EndedStep, StepReport, failure_of
 from penstock.runtime.engine.stage import Stage
+from penstock.runtime.engine.step_input import Refused, StepInput
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.channel import Incoming, Outgoing
 from penstock.runtime.transport.failure.interrupts import CTRL_C
@@ -45,13 +45,13 @@ KEPT = 64  # programs that are prepared: batches of many sizes may each have the
 TIMED = frozenset({Op.F, Op.B, Op.I, Op.W, Op.SEND_F, Op.SEND_B})  # a receive is posted in no time
 
 
-class _Plan(NamedTuple):
+class _PreparedProgram(NamedTuple):
     """What can be worked out about a program before its first step; entries once its channels are open."""
 
     program: Schedule
     actions: list[Action]
     entries: list[Entry]
-    split: frozenset[tuple[int, int]]  # (stage, microbatch) whose backward comes as I and W
+    split_backward: frozenset[tuple[int, int]]  # (stage, microbatch) whose backward comes as I and W
     done: str  # where a rank is that has run all of it, in words
 
 
@@ -66,7 +66,7 @@ class Executor:
             Op.F: self.computations.forward,
             Op.B: self.computations.backward,
             Op.I: self.computations.backward,
-            Op.W: self.computations.weights,
+            Op.W: self.computations.weight_gradients,
         }
         self.mailbox = mailbox
         self.replication = Replication()
@@ -76,14 +76,14 @@ class Executor:
         self.handlers: dict[Op, Handler] = {}
         self.context = Context(self)
         self.report = StepReport()
-        self._plans: dict[int, _Plan] = {}
+        self._plans: dict[int, _PreparedProgram] = {}
         self.program: Schedule | None = None  # that runs, or ran last
         self._actions: list[Action] = []  # of that program
         self._done = "done with nothing"
         self._position = 0
         self._part: Action | None = None  # the half of a pair that failed
         self._ready = False
-        self._running = False
+        self.running = False  # whoever runs a step says when it is over: some exchange reports first, some do not
         transport.report_by(self.progress, self.where)
 
     # -- preparing
@@ -96,14 +96,14 @@ class Executor:
             self.handlers[op] = handler
         self._plans.clear()
 
-    def _plan(self, program: Schedule) -> _Plan:
+    def _plan(self, program: Schedule) -> _PreparedProgram:
         plan = self._plans.get(id(program))
         if plan is None or plan.program is not program:
             actions = self._opened([action for action in program.rows[self.rank] if action is not None])
             parts = [part for action in actions for part in action.parts()]
-            split = frozenset((part.stage, part.microbatch) for part in parts if part.op is Op.I)
+            split_backward = frozenset((part.stage, part.microbatch) for part in parts if part.op is Op.I)
             done = f"done with all {len(actions)} actions, last {actions[-1] if actions else 'nothing'}"
-            plan = _Plan(program, actions, [], split, done)
+            plan = _PreparedProgram(program, actions, [], split_backward, done)
             while len(self._plans) >= KEPT:
                 del self._plans[next(iter(self._plans))]
             self._plans[id(program)] = plan
@@ -170,37 +170,22 @@ class Executor:
 
     # -- the loop
 
-    def run(self, program: Schedule, given: StepInput | Refused, *, record: Begun | None = None) -> list[StepReport]:
-        """One step of this rank; returns the reports of all ranks, or raises what went wrong anywhere.
+    def run(self, program: Schedule, given: StepInput | Refused, *, record: Begun | None = None) -> EndedStep:
+        """One step of this rank, up to where the others are told what came of it; `running` until its caller says so.
 
         A batch that was refused comes this far, because the peers of its rank must hear of that too.
         """
-        try:
-            return self._run_without_exchange(program, given, record).reports()
-        finally:
-            self._running = False
-            del given  # an error that its own frame holds would keep the whole step alive
-
-    def run_without_exchange(self, program: Schedule, given: StepInput | Refused) -> EndedStep:
-        """One step of this rank, up to where the others are told what came of it."""
-        try:
-            return self._run_without_exchange(program, given, None)
-        finally:
-            self._running = False
-            del given
-
-    def _run_without_exchange(self, program: Schedule, given: StepInput | Refused, record: Begun | None) -> EndedStep:
         computations = self.computations
         self.report = computations.report = StepReport(begun=record)
         self.sampled = self.readers = None
         computations.losses = {}
         plan = self._plan(program)
         self.program = program
-        self._actions, self._done, computations.split = plan.actions, plan.done, plan.split
+        self._actions, self._done, computations.split_backward = plan.actions, plan.done, plan.split_backward
         self._position = 0
         self._part = None
         self._ready = False
-        self._running = True
+        self.running = True
         if self.handlers:
             self.context._begin()
         failure: PeerFailure | None = None
@@ -238,7 +223,7 @@ class Executor:
             computations.forget_batch()  # it is the user's to free
             del own, failure, given  # an error that its own frame holds would keep the whole step alive
 
-    def _run_plan(self, plan: _Plan, given: StepInput, record: Begun | None) -> None:
+    def _run_plan(self, plan: _PreparedProgram, given: StepInput, record: Begun | None) -> None:
         """Everything of a step that may fail: the actions of the program one by one, and what they make together."""
         computations = self.computations
         self.sampled, self.readers = given.sampled, given.readers
@@ -272,8 +257,7 @@ class Executor:
         if CTRL_C.since:
             CTRL_C.raise_held()
         self.report.ended = perf_counter()
-        computations.join_outputs()
-        computations.sum_losses()
+        computations.end_step()
 
     def _loop_timed(self, plan: list[Entry], record: Begun | None) -> None:
         """The same loop with a label for the profiler and the clock read around each action."""
@@ -323,7 +307,7 @@ class Executor:
     def where(self) -> Action | None:
         """The action that this rank is at, if it is at one; asked for by other threads too."""
         actions, position = self._actions, self._position
-        return actions[position] if self._running and self._ready and position < len(actions) else None
+        return actions[position] if self.running and self._ready and position < len(actions) else None
 
     @property
     def computing(self) -> bool:
@@ -332,7 +316,7 @@ class Executor:
 
     def progress(self) -> str:
         """Where this rank is in its program; asked for by other threads too."""
-        if self.transport.call and not self._running:
+        if self.transport.call and not self.running:
             return f"in {self.transport.call}"
         actions, position = self._actions, self._position
         last = actions[position - 1] if 0 < position <= len(actions) else None

@@ -24,7 +24,7 @@ from penstock.errors import ModelError
 from penstock.model.original.placeholders import Home
 from penstock.model.staged_model import StagedModel
 from penstock.runtime.backward.graph_leaves import leaves_in_graph
-from penstock.runtime.backward.record import GraphRecord
+from penstock.runtime.backward.saved_graph import SavedGraph
 from penstock.runtime.engine.stage import Stage
 from penstock.schedule import Placement
 
@@ -33,7 +33,7 @@ LOOKS = 2  # graphs of each stage
 
 def watch_leaves(
     stages: Mapping[int, Stage],
-    split: StagedModel,
+    staged: StagedModel,
     placement: Placement,
     loss_fn: Callable[..., Any] | None,
     replicated: bool,
@@ -41,7 +41,7 @@ def watch_leaves(
     """Look at the first graphs of the stages of a process."""
     homes = {
         id(parameter): Home(holding.names.get(name, name), placement.rank_of(holding.stage), holding.stage)
-        for holding in reversed(split.holdings())
+        for holding in reversed(staged.holdings())
         for name, parameter in holding.module.named_parameters()
     }
     for stage in stages.values():
@@ -57,11 +57,11 @@ def _look(
     loss_fn: Callable[..., Any] | None,
     replicated: bool,
     seen: dict[int, Tensor],
-    record: GraphRecord,
+    graph: SavedGraph,
 ) -> None:
     held = [parameter for each in (stage, *beside) for parameter in each.holds.parameters()]
-    known = {id(leaf) for leaf in [*held, *(leaf for leaves in record.leaves.values() for leaf in leaves)]}
-    for leaf in leaves_in_graph(_ends(record)):
+    known = {id(leaf) for leaf in [*held, *(leaf for leaves in graph.leaves.values() for leaf in leaves)]}
+    for leaf in leaves_in_graph(_ends(graph)):
         if id(leaf) not in known and isinstance(leaf, nn.Parameter) != (id(leaf) in seen):
             name = _name_in(loss_fn, leaf) if stage.is_last else ""
             _tell(stage, f"{name or 'a tensor'} of shape {tuple(leaf.shape)}", homes.get(id(leaf)), replicated)
@@ -73,15 +73,15 @@ def _look(
         stage.inspect_graph = partial(_look_for, stage, later, replicated) if later else None
 
 
-def _look_for(stage: Stage, later: dict[int, str], replicated: bool, record: GraphRecord) -> None:
-    for leaf in leaves_in_graph(_ends(record)):
+def _look_for(stage: Stage, later: dict[int, str], replicated: bool, graph: SavedGraph) -> None:
+    for leaf in leaves_in_graph(_ends(graph)):
         if id(leaf) in later:
             _tell(stage, f"{later.pop(id(leaf))} of shape {tuple(leaf.shape)}", None, replicated)
 
 
-def _ends(record: GraphRecord) -> list[Any]:
-    edges = [edge for edges in record.roots.values() for edge in edges] + record.extra
-    return [edge.node for edge in (*edges, *([] if record.loss is None else [record.loss]))]
+def _ends(graph: SavedGraph) -> list[Any]:
+    edges = [edge for edges in graph.roots.values() for edge in edges] + graph.extra
+    return [edge.node for edge in (*edges, *([] if graph.loss is None else [graph.loss]))]
 
 
 def _tell(stage: Stage, what: str, home: Home | None, replicated: bool) -> None:

@@ -53,13 +53,13 @@ class GatheredBatch:
         by_producer = {source: [waiting[number][source] for number in range(count)] for source in arrived}
         whole = {source: _join(stage, payloads, rows) for source, payloads in by_producer.items()}
         args, kwargs = _join_batch(batch, given.batch_dims)
-        loss_of = self._loss_of(stage, rows) if owner.is_last and not given.returns else None
+        loss_of = self._loss_of(stage, rows) if owner.is_last and not given.attached else None
         if given.training:
             recompute = bool(given.recompute) or stage in given.recompute_stages
             emitted, loss, extra = owner.forward(StageInput(0, whole, args, kwargs, loss_of, recompute=recompute))
-            owner.records[0].gathered = True
-            owner.records[0].wants = {source: [_wants(each) for each in by_producer[source]] for source in whole}
-            owner.records[0].total = None if loss is None else loss.detach()
+            owner.saved[0].gathered = True
+            owner.saved[0].wants = {source: [_wants(each) for each in by_producer[source]] for source in whole}
+            owner.saved[0].total = None if loss is None else loss.detach()
         else:
             emitted, _, extra = owner.infer(StageInput(0, whole, args, kwargs, loss_of))
         pieces = {target: _cut(stage, payload, rows) for target, payload in emitted.items()}
@@ -105,13 +105,13 @@ class GatheredBatch:
         if len(waiting) < count:
             return
         del self._backward[stage]
-        rows, record = _rows(batch, stage), owner.records[0]
+        rows, record = _rows(batch, stage), owner.saved[0]
         whole = {
             target: _join_gradients([waiting[number][target] for number in range(count)], rows) for target in gradients
         }
         seed = None if record.total is None else torch.ones_like(record.total)
         extra = computations.step_losses.seeds.extra * count  # of one forward, not of one for each microbatch
-        back = owner.backward(0, whole, split=False, loss_seed=seed, extra_seed=extra)
+        back = owner.backward(0, whole, split_backward=False, loss_seed=seed, extra_seed=extra)
         if computations.hooks is not None:
             computations.hooks.after(stage)
         for number in range(count):

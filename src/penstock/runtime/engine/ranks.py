@@ -11,11 +11,10 @@ from __future__ import annotations
 import contextvars
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -24,14 +23,14 @@ from penstock.model.original.changes import Changes
 from penstock.model.part import StagePart
 from penstock.model.staged_model import StagedModel
 from penstock.optim.precision import Precision, caller_precision, empty_cache
-from penstock.runtime.backward.record import own_by_hook
-from penstock.runtime.engine.ended_step import EndedStep
+from penstock.runtime.backward.saved_graph import own_by_hook
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.rank_threads import GeneratorTimeout, Workers
 from penstock.runtime.engine.recorder import Begun
-from penstock.runtime.engine.report import Refused, StepInput, StepReport
+from penstock.runtime.engine.report import EndedStep, StepReport
 from penstock.runtime.engine.stage import Stage
+from penstock.runtime.engine.step_input import Refused, StepInput
 from penstock.runtime.state.randomness import (
     GeneratorLock,
     StageRandomness,
@@ -40,7 +39,7 @@ from penstock.runtime.state.randomness import (
     seeded,
     unit_stream,
 )
-from penstock.runtime.state.transaction import Transaction, modules_of
+from penstock.runtime.state.transaction import Transaction
 from penstock.runtime.transport import ThreadTransport, Transport
 from penstock.runtime.transport.failure.compiling import may_compile
 from penstock.runtime.transport.failure.interrupts import CTRL_C
@@ -51,6 +50,16 @@ GENERATOR_LOCK = GeneratorLock()  # torch has one generator in a process, so the
 GRACE = 2.0  # seconds: how long a failed step waits for ranks that are busy in the user's code
 
 
+@contextmanager
+def calling(transport: Transport, call: str) -> Iterator[None]:
+    """A context in which this process is in a call that all ranks must make; an outer call counts."""
+    outer, transport.call = transport.call, transport.call or call
+    try:
+        yield
+    finally:
+        transport.call = outer
+
+
 class LocalRanks:
     """The local ranks: one executor for each transport that was given."""
 
@@ -59,7 +68,7 @@ class LocalRanks:
 
     def __init__(
         self,
-        split: StagedModel,
+        staged: StagedModel,
         placement: Placement,
         transports: Sequence[Transport],
         counter: StepCounter,
@@ -73,7 +82,7 @@ class LocalRanks:
         self._threads = len(transports) > 1
         self._inside = False
         self._patience = GeneratorTimeout(transports)
-        self._takes_turns = self._threads or stage_type.returns
+        self._takes_turns = self._threads or stage_type.attached
         self.thread_randomness = ThreadRandomness(GENERATOR_LOCK, counter.seed_for, self._patience.waits)
         self._late: dict[int, Future[list[StepReport]]] = {}  # ranks that have not left a failed step yet
         self._transaction: Transaction | None = None
@@ -82,38 +91,43 @@ class LocalRanks:
             rank = transport.rank
             stages = {
                 index: stage_type(
-                    split.parts[index],
-                    self._randomness(split.parts[index], devices.get(rank)),
-                    is_last=index == split.stages - 1,
-                    loss=split.loss.module if split.loss is not None and split.loss.stage == index else None,
+                    staged.parts[index],
+                    self._randomness(staged.parts[index], devices.get(rank)),
+                    is_last=index == staged.stages - 1,
+                    loss=staged.loss.module if staged.loss is not None and staged.loss.stage == index else None,
                 )
                 for index in placement.stages_of(rank)
             }
             for index, stage in stages.items():
-                others = (part for part in split.parts if part.index != index and not part.reads_inputs)
-                stage.memory.others_take = () if stage.part.reads_inputs else [part.takes for part in others]
-            mailbox = Mailbox(rank, placement, split.topology, transport)
+                others = (part for part in staged.parts if part.index != index and not part.reads_inputs)
+                stage.guarded.others_take = () if stage.part.reads_inputs else [part.takes for part in others]
+            mailbox = Mailbox(rank, placement, staged.topology, transport)
             self.executors[rank] = Executor(rank, stages, mailbox, transport)
         has_last = (each for each in self.executors.values() if any(stage.is_last for stage in each.stages.values()))
         self.last = next(has_last, None)  # the local executor that has the last stage
         self._workers: Workers | None = None
-        self._model = split.model
+        self._model = staged.model
         self.track_changes()
 
     def track_changes(self) -> None:
         """From here on, what is done to the user's model is followed or refused."""
         self.changes = Changes(self._model, [stage.part for stage in self._stages()])
 
+    def begin(self) -> None:
+        """Before a step: no rank may be late, and the stages follow what was done to the model."""
+        self.wait_for_late_ranks()
+        self.follow()
+
     def follow(self) -> None:
         """Before a step: what the user has set on the model reaches its stages."""
         if self.changes.follow():
             self.thread_randomness.forget()
 
-    def successor(self, split: StagedModel, placement: Placement) -> LocalRanks:
+    def successor(self, staged: StagedModel, placement: Placement) -> LocalRanks:
         """The ranks for another cut, on the same transports; these must not be used any more."""
         if self._workers is not None:
             self._workers.stop()
-        after = LocalRanks(split, placement, self.transports, self.counter, self._devices, self._stage_type)
+        after = LocalRanks(staged, placement, self.transports, self.counter, self._devices, self._stage_type)
         after.precision, after.keeps_casts = self.precision, self.keeps_casts
         return after
 
@@ -132,7 +146,7 @@ class LocalRanks:
         if not transport.holds_interrupts:
             yield
             return
-        with CTRL_C.around_step(), transport.calling(call):
+        with CTRL_C.around_step(), calling(transport, call):
             yield
 
     @contextmanager
@@ -174,16 +188,18 @@ class LocalRanks:
         ((rank, executor),) = self.executors.items()
         run = partial(executor.run, program, given if isinstance(given, Refused) else given[rank], record=record)
         try:
-            return run() if variables is None else variables.copy().run(run)
+            return (run() if variables is None else variables.copy().run(run)).reports()
         finally:
+            executor.running = False
             del run, given  # an error that its own frame holds would keep the whole step alive
 
     def run_without_exchange(self, program: Schedule, given: Mapping[int, StepInput] | Refused) -> EndedStep:
         """The program on the one local rank of a process, without waiting for the others at its end."""
         ((rank, executor),) = self.executors.items()
         try:
-            return executor.run_without_exchange(program, given if isinstance(given, Refused) else given[rank])
+            return executor.run(program, given if isinstance(given, Refused) else given[rank])
         finally:
+            executor.running = False
             del given  # an error that its own frame holds would keep the whole step alive
 
     @contextmanager
@@ -224,7 +240,7 @@ class LocalRanks:
             self._workers = Workers(list(self.executors))
             weakref.finalize(self, self._workers.stop)
             self._patience.ranks = self._workers.ranks
-            if not self._stage_type.returns:
+            if not self._stage_type.attached:
                 for hook in own_by_hook([stage.fresh for stage in self._stages()]):
                     weakref.finalize(self, hook.remove)
 
@@ -233,7 +249,10 @@ class LocalRanks:
         def work(executor: Executor) -> list[StepReport]:
             if torch.get_num_threads() != threads:  # the user's number is known to the thread that gave it, until asked
                 torch.set_num_threads(threads)
-            return executor.run(program, given[executor.rank], record=record)
+            try:
+                return executor.run(program, given[executor.rank], record=record).reports()
+            finally:
+                executor.running = False
 
         futures: dict[int, Future[list[StepReport]]] = {}
         errors: list[BaseException] = []
@@ -280,20 +299,12 @@ class LocalRanks:
         if self._transaction is not None:
             self._transaction.undo_late()
 
-    def guard(self, loss: Callable[[], Any], atomic: bool) -> Transaction:
-        """The transaction that steps of these ranks are: of what they compute with, and of a loss that is a module."""
-
-        def modules(executor: Executor) -> list[torch.nn.Module]:
-            found = [stage.module for stage in executor.stages.values()]
-            for module in modules_of(loss()) if executor is self.last else ():
-                stages = {id(each) for own in self.modules().values() for each in own.modules()}
-                if stages.isdisjoint(map(id, module.modules())):  # else the loss looks at the model itself
-                    found.append(module)
-            return found
-
-        stages = {rank: partial(modules, executor) for rank, executor in self.executors.items()}
+    def guard(self, atomic: bool) -> Transaction:
+        """The transaction that steps of these ranks are."""
+        stages = {rank: executor.stages for rank, executor in self.executors.items()}
+        last = None if self.last is None else self.last.rank
         alone = all(isinstance(each, ThreadTransport) for each in self.transports)
-        self._transaction = Transaction(stages, self.counter, lambda: self._late, atomic=atomic, alone=alone)
+        self._transaction = Transaction(stages, last, self.counter, lambda: self._late, atomic=atomic, alone=alone)
         return self._transaction
 
     @contextmanager

@@ -10,71 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import nn
 
 from penstock.errors import PeerFailure
-from penstock.messages import plain
 from penstock.optim.norms import norm_of
-from penstock.runtime.batch.result import StepResult, loss_values
-from penstock.runtime.engine.report import StepReport
+from penstock.runtime.engine.report import ReplicaReport, StepReport, replica_report
 from penstock.schedule import Action, Schedule
-
-
-@dataclass
-class ReplicaReport:
-    """What one replica has to say at the end of a step."""
-
-    failure: PeerFailure | None = None
-    loss: float | None = None  # its part of the batch's loss
-    dtype: torch.dtype = torch.float32
-    is_open: bool = False  # whether the loss is right could not be checked on outputs
-    extra: dict[str, float] = field(default_factory=dict)  # named losses, summed over its microbatches
-    count: int = 0  # of its microbatches
-    more: Any = None
-
-
-plain.record(
-    ReplicaReport,
-    failure=PeerFailure | None,
-    loss=float | None,
-    dtype=torch.dtype,
-    is_open=bool,
-    extra=dict,
-    count=int,
-    more=object,
-)
-
-
-def replica_report(reports: Sequence[StepReport], count: int) -> ReplicaReport:
-    """All ranks of one replica, together."""
-    summary = ReplicaReport(count=count)
-    for report in reports:
-        if report.loss is not None:
-            summary.loss, summary.dtype, summary.is_open = report.loss, report.dtype, report.is_open
-        for name, value in report.extra.items():
-            summary.extra[name] = summary.extra.get(name, 0.0) + value
-    return summary
-
-
-def result_of(reports: Sequence[StepReport], replicas: Sequence[ReplicaReport], output: Any) -> StepResult:
-    """What the user gets: the losses of this replica's microbatches, and what all replicas make together."""
-    losses: tuple[torch.Tensor, ...] = ()
-    for report in reports:
-        if report.loss is not None:
-            losses = torch.tensor(report.losses_by_number, dtype=report.dtype).unbind()
-    sums = [each.loss for each in replicas if each.loss is not None]
-    extra: dict[str, float] = {}
-    for each in replicas:
-        for name, value in each.extra.items():
-            extra[name] = extra.get(name, 0.0) + value
-    count = sum(each.count for each in replicas)
-    extra = {name: value / count for name, value in extra.items()}
-    total = torch.tensor(sum(sums[1:], sums[0]), dtype=replicas[0].dtype) if sums else None
-    return StepResult(None if total is None else loss_values([total])[0], loss_values(losses), extra, output)
 
 
 class Replication:

@@ -1,54 +1,30 @@
-"""What goes into a step and what comes out of it, on one rank; and what all ranks together make of the latter."""
+"""What every rank reports at the end of a step, and what all ranks make of it: one error, or the user's result.
+
+A rank ends a step with an `EndedStep`. Most steps end on all ranks together: the reports are exchanged at once, and all
+ranks raise the same error or none does. Where steps overlap, a rank posts its report, goes on to the next step, and
+looks at the reports of the others later. Both ways are the same two moments, `post` and `reports`, with nothing or a
+step in between. The reports of a pipeline's ranks are summed up in a `ReplicaReport`, and those of all replicas in the
+`StepResult` that the user gets.
+"""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from penstock.errors import ModelError, PeerFailure, RunError
+from penstock.errors import ModelError, PeerFailure, RunError, UsageError
 from penstock.messages import plain
-from penstock.runtime.batch.comparison import Readers, left_out
+from penstock.runtime.batch.comparison import Readers, different_batches, left_out, unlike
 from penstock.runtime.batch.fingerprint import BatchFingerprint, GivenBatch
-from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.engine.recorder import Begun
-from penstock.runtime.loss.check import PairCheck
-from penstock.runtime.loss.shares import Shares
+from penstock.runtime.transport import Transport
 from penstock.runtime.transport.failure.peer_failures import with_report
 from penstock.schedule import Action, Span
-
-
-@dataclass
-class StepInput:
-    """What one step works on, on one rank."""
-
-    batch: Batch
-    shares: Shares  # of each microbatch in the batch's loss
-    loss_fn: Callable[..., Any] | None = None
-    join: Callable[[list[Any]], Any] | None = None  # makes one of all outputs; without it, they are not kept
-    reduce: Callable[..., Any] | None = None  # what is kept of each output; gets the microbatch's loss_kwargs
-    training: bool = True
-    scale: float = 1.0  # of the gradients, for float16
-    recompute: frozenset[int] = frozenset()  # microbatches whose forward runs again in the backward
-    recompute_stages: frozenset[int] = frozenset()  # stages for which all do
-    batch_dims: Mapping[str | int, Any] = field(default_factory=dict)  # where the rows of the batch's tensors are
-    returns: bool = False  # the output goes back to the user's graph: there is no loss here
-    output_gradients: list[list[Tensor | None]] = field(default_factory=list)  # that came from there, by microbatch
-    check: PairCheck | None = None  # of the loss, in a step that needs one
-    replicas: int = 1  # that work on a batch each
-    steps: int | None = None  # that this rank has completed
-    sampled: GivenBatch | None = None  # where ranks compare what they were given
-    readers: Readers | None = None  # which ranks need an argument, where each brings its own
-
-
-class Refused(NamedTuple):
-    """In the place of a step's input: why this rank cannot run what it was given, for all ranks to hear."""
-
-    error: BaseException
 
 
 @dataclass
@@ -59,7 +35,7 @@ class StepReport:
     loss: float | None = None  # of the batch, from the rank of the last stage
     losses_by_number: list[float] = field(default_factory=list)
     dtype: torch.dtype = torch.float32
-    is_open: bool = False  # whether the loss is right could not be checked on outputs
+    loss_unchecked: bool = False  # whether the loss is right could not be checked on outputs
     failure: PeerFailure | None = None
     progress: str = ""
     rows: int | None = None  # of the batch that this rank was given
@@ -71,15 +47,15 @@ class StepReport:
     norm: tuple[float, torch.dtype] | None = None  # of this rank's gradients, where the next update depends on all
 
 
-plain.record(Begun, start=float, optimizer=float)
-plain.record(Span, rank=int, action=Action, start=float, end=float, wait=float)
-plain.record(
+plain.register(Begun, start=float, optimizer=float)
+plain.register(Span, rank=int, action=Action, start=float, end=float, wait=float)
+plain.register(
     StepReport,
     extra=dict,
     loss=float | None,
     losses_by_number=list,
     dtype=torch.dtype,
-    is_open=bool,
+    loss_unchecked=bool,
     failure=PeerFailure | None,
     progress=str,
     rows=int | None,
@@ -102,6 +78,78 @@ def failure_of(rank: int, error: BaseException, action: Action | None) -> PeerFa
         microbatch=None if action is None else action.microbatch,
         original_traceback="".join(traceback.format_exception(error)),
     )
+
+
+class EndedStep:
+    """What one rank has to say of a step, and what it needs to understand what the others say.
+
+    `failure` is why the step failed here, and `own` the exception of this rank that was the reason, if there was one.
+    `computed`: the step has come to its first action. `forget` is called if the step has failed anywhere.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        report: StepReport,
+        failure: PeerFailure | None,
+        own: BaseException | None,
+        *,
+        sampled: GivenBatch | None,
+        readers: Readers | None,
+        computed: bool,
+        forget: Callable[[], None],
+    ) -> None:
+        self.report = report
+        self.failure = report.failure = failure
+        self._transport = transport
+        self._own = own
+        self._sampled, self._readers = sampled, readers
+        self._computed = computed
+        self._forget = forget
+        self.told: list[StepReport] = []  # by all ranks, once that is known
+        self._collect: Callable[[], list[Any]] | None = None
+        if sampled is not None and not (own and sampled.pending):  # a device that failed is not asked any more
+            report.fingerprint = sampled.fingerprint()
+
+    @property
+    def interrupt(self) -> BaseException | None:
+        """What the user, and no fault, has ended the step by on this rank, if that is so."""
+        return self._own if isinstance(self._own, (KeyboardInterrupt, SystemExit)) else None
+
+    def post(self) -> None:
+        """Say what this rank has to, and wait for nobody."""
+        self._collect = self._transport.post_exchange(self.report)
+
+    def reports(self) -> list[StepReport]:
+        """The reports of all ranks, or what went wrong anywhere: the same error on all of them."""
+        own, self._own = self._own, None
+        try:
+            try:
+                told = self._transport.exchange(self.report) if self._collect is None else self._collect()
+                self.told = told
+                batches = self._compare_batches(told)
+            except PeerFailure as lost:
+                mine, ranks = self._transport.rank, range(self._transport.ranks)
+                doing = [self.report.progress if rank == mine else "no answer" for rank in ranks]
+                self._forget()
+                raise (lost if lost.report else with_report(lost, doing)) from own
+            wrong = what_went_wrong(told, batches, self._readers)
+            if wrong is None:
+                return told
+            self._forget()
+            if own is not None and (not self._computed or isinstance(own, (KeyboardInterrupt, SystemExit))):
+                raise own  # a wrong batch is the caller's error, and no rank's failure here
+            raise wrong from own
+        finally:
+            del own  # an error that its own frame holds would keep the whole step alive
+
+    def _compare_batches(self, reports: list[StepReport]) -> str:
+        """How the batches of the ranks differ, in words; empty where they do not, as nearly always."""
+        fingerprints = [report.fingerprint for report in reports]
+        odd = [] if fingerprints.count(fingerprints[0]) == len(fingerprints) else unlike(fingerprints)
+        if not odd:
+            return ""
+        return different_batches(self._transport.exchange({} if self._sampled is None else self._sampled.details(odd)))
 
 
 def what_went_wrong(
@@ -157,3 +205,105 @@ def _in_words(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception:  # an error that cannot even be printed must still be told
         return type(error).__name__
+
+
+# -- what the user gets
+
+
+@dataclass
+class ReplicaReport:
+    """What one replica has to say at the end of a step."""
+
+    failure: PeerFailure | None = None
+    loss: float | None = None  # its part of the batch's loss
+    dtype: torch.dtype = torch.float32
+    loss_unchecked: bool = False  # whether the loss is right could not be checked on outputs
+    extra: dict[str, float] = field(default_factory=dict)  # named losses, summed over its microbatches
+    count: int = 0  # of its microbatches
+    more: Any = None
+
+
+plain.register(
+    ReplicaReport,
+    failure=PeerFailure | None,
+    loss=float | None,
+    dtype=torch.dtype,
+    loss_unchecked=bool,
+    extra=dict,
+    count=int,
+    more=object,
+)
+
+
+def replica_report(reports: Sequence[StepReport], count: int) -> ReplicaReport:
+    """All ranks of one replica, together."""
+    summary = ReplicaReport(count=count)
+    for report in reports:
+        if report.loss is not None:
+            summary.loss, summary.dtype, summary.loss_unchecked = report.loss, report.dtype, report.loss_unchecked
+        for name, value in report.extra.items():
+            summary.extra[name] = summary.extra.get(name, 0.0) + value
+    return summary
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step or an evaluation returns: the same on every rank, except for `output`.
+
+    Attributes:
+        loss: The loss of the whole batch, over all replicas. It has no graph: gradients are already computed.
+        losses: One loss per microbatch of this replica, in order.
+        extra_losses: The mean of each loss that stages passed to `add_loss`, by name.
+        output: The model's output for the batch, if it was asked for, on the rank of the last stage.
+    """
+
+    loss: Tensor | None  # of the whole batch, over all replicas
+    losses: tuple[Tensor, ...] = ()  # of each microbatch of this replica, by its number
+    extra_losses: Mapping[str, float] = field(default_factory=dict)  # what stages gave to add_loss
+    output: Any = None  # merged, where asked for, on the rank of the last stage
+
+
+class _LossValue(Tensor):
+    """A loss to look at: in all but `backward()` a plain tensor, which is what any operation makes of it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def backward(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            "this loss is a number without a graph: step() has computed all gradients already, so call "
+            "optimizer.step() next; evaluate() computes none"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(Tensor))
+
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(Tensor), spec)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.as_subclass(Tensor).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def loss_values(values: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Losses that know why they have no backward."""
+    return tuple(value.as_subclass(_LossValue) for value in values)
+
+
+def result_of(reports: Sequence[StepReport], replicas: Sequence[ReplicaReport], output: Any) -> StepResult:
+    """What the user gets: the losses of this replica's microbatches, and what all replicas make together."""
+    losses: tuple[torch.Tensor, ...] = ()
+    for report in reports:
+        if report.loss is not None:
+            losses = torch.tensor(report.losses_by_number, dtype=report.dtype).unbind()
+    sums = [each.loss for each in replicas if each.loss is not None]
+    extra: dict[str, float] = {}
+    for each in replicas:
+        for name, value in each.extra.items():
+            extra[name] = extra.get(name, 0.0) + value
+    count = sum(each.count for each in replicas)
+    extra = {name: value / count for name, value in extra.items()}
+    total = torch.tensor(sum(sums[1:], sums[0]), dtype=replicas[0].dtype) if sums else None
+    return StepResult(None if total is None else loss_values([total])[0], loss_values(losses), extra, output)

@@ -1,9 +1,9 @@
 """One stage's part of the work: forward, backward, weights, for one microbatch at a time.
 
-Between its forward and its backward a microbatch is a `GraphRecord`: the leaves that arrived (whose
+Between its forward and its backward a microbatch is a `SavedGraph`: the leaves that arrived (whose
 gradients go back), and the graph's roots by consumer. Roots are edges of the graph, not
 tensors, so an output's memory is gone as soon as it has been sent, unless the graph itself
-needs it. With recompute the record is only what arrived, and the forward runs again, with the
+needs it. With recompute the graph is only what arrived, and the forward runs again, with the
 same random numbers and on the same state, when the backward is due.
 """
 
@@ -21,15 +21,15 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, RunError
 from penstock.model.part import OUTPUT, StagePart
 from penstock.optim.precision import Precision
-from penstock.runtime.backward.products import Recording
-from penstock.runtime.backward.record import FreshGradients, GraphRecord, RunBackward
+from penstock.runtime.backward.products import DeferringMode
+from penstock.runtime.backward.saved_graph import FreshGradients, RunBackward, SavedGraph
 from penstock.runtime.backward.split import DeferredWeights
 from penstock.runtime.backward.stage_parameters import StageParameters
 from penstock.runtime.loss.module import StageAndLoss
 from penstock.runtime.state.attributes import Attributes
 from penstock.runtime.state.batch_norm import Statistics, whole_norms
 from penstock.runtime.state.buffers import Buffers
-from penstock.runtime.state.ownership import StageMemory, check_unwritten, versions
+from penstock.runtime.state.ownership import GuardedPart, check_unwritten, versions
 from penstock.runtime.state.phase import NOW, Phase
 from penstock.runtime.state.randomness import StageRandomness
 
@@ -45,14 +45,14 @@ class StageInput(NamedTuple):
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     loss_of: LossOf | None
-    split: bool = False  # its backward comes as I and W
+    split_backward: bool = False  # its backward comes as I and W
     recompute: bool = False  # its forward runs again when the backward is due
 
-    def with_own_containers(self, split: bool) -> StageInput:
+    def with_own_containers(self, split_backward: bool) -> StageInput:
         """The same tensors in containers of their own."""
         value = (dict(self.arrived), self.args, dict(self.kwargs))
         arrived, args, kwargs = pytree.tree_map(lambda leaf: leaf, value)
-        return self._replace(arrived=arrived, args=args, kwargs=kwargs, split=split)
+        return self._replace(arrived=arrived, args=args, kwargs=kwargs, split_backward=split_backward)
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -61,7 +61,7 @@ _NOTHING: AbstractContextManager[object] = nullcontext()
 class Stage:
     """A part of the model on its rank. `randomness` wraps a compute in its random numbers."""
 
-    returns = False  # whether its output goes back to the user's graph, and the output's gradient comes from there
+    attached = False  # whether its output goes back to the user's graph, and the output's gradient comes from there
 
     def __init__(
         self, part: StagePart, randomness: StageRandomness, *, is_last: bool, loss: nn.Module | None = None
@@ -72,10 +72,10 @@ class Stage:
         self.randomness = randomness
         self.is_last = is_last
         self.precision: Precision | None = None  # that of the step which runs
-        self.memory = StageMemory(part, self.holds)
-        self.inspect_graph: Callable[[GraphRecord], None] | None = None  # at what a forward has recorded
+        self.guarded = GuardedPart(part, self.holds)
+        self.inspect_graph: Callable[[SavedGraph], None] | None = None  # at what a forward has recorded
         self.graphs_inspected = 0  # so far
-        self.records: dict[int, GraphRecord] = {}
+        self.saved: dict[int, SavedGraph] = {}
         self.statistics = Statistics.of(part.module)  # of batch norms that the whole batch updates once
         self._whole_norms = whole_norms(part.module)
         self._waiting: dict[int, DeferredWeights] = {}  # between I and W
@@ -85,7 +85,7 @@ class Stage:
         self.fresh = FreshGradients(self.holds)
         self._seeds: Sequence[int] = ()  # of the step's microbatches, where this rank has the generator to itself
         self.gathering = False  # `gathers`, in the step that runs
-        self._final = None if self.returns else OUTPUT  # the output that leaves the pipeline
+        self._final = None if self.attached else OUTPUT  # the output that leaves the pipeline
 
     @property
     def gathers(self) -> bool:
@@ -94,7 +94,7 @@ class Stage:
 
     def carries(self, *kinds: type[Tensor]) -> None:
         """Tensors of these kinds are packed on their way to other stages."""
-        self.memory.outgoing.carried = kinds
+        self.guarded.outgoing.carried = kinds
 
     def begin_step(self, microbatches: int) -> None:
         """A program begins, on so many microbatches."""
@@ -104,7 +104,7 @@ class Stage:
 
     def clear(self) -> None:
         """Forget all microbatches, as after a failed step."""
-        self.records.clear()
+        self.saved.clear()
         self._waiting.clear()
         if self.statistics is not None:
             self.statistics.discard()
@@ -116,39 +116,39 @@ class Stage:
         phase = Phase("forward", given.microbatch, self.statistics)
         precise = _NOTHING if self.precision is None else self.precision()
         with torch.set_grad_enabled(graph), self._random_numbers(given.microbatch) or _NOTHING, phase, precise:
-            emitted = self.memory.run(given.arrived, given.args, given.kwargs, self._final)
+            emitted = self.guarded.run(given.arrived, given.args, given.kwargs, self._final)
             loss = None if given.loss_of is None else given.loss_of(emitted[OUTPUT])
         return emitted, loss, phase.extra
 
     def forward(self, given: StageInput) -> Forward:
         """Run a microbatch forward and keep its graph for the backward."""
-        if given.microbatch in self.records:
+        if given.microbatch in self.saved:
             raise RunError(
                 f"stage {self.part.index} has run microbatch {given.microbatch} forward already in this step"
             )
-        self.records[given.microbatch] = record = GraphRecord(given.microbatch, given.arrived)
+        self.saved[given.microbatch] = graph = SavedGraph(given.microbatch, given.arrived)
         if given.recompute:
-            return self._run_for_recompute(record, given)
-        if not self._attributes.in_use or not any(other.recompute for other in self.records.values()):
-            return self._run(record, given)
+            return self._run_for_recompute(graph, given)
+        if not self._attributes.in_use or not any(other.recompute for other in self.saved.values()):
+            return self._run(graph, given)
         attributes = self._attributes.before()  # what this forward changes, others that run again must not see
-        results = self._run(record, given)
+        results = self._run(graph, given)
         self._attributes.after(attributes)
         return results
 
-    def _run_for_recompute(self, record: GraphRecord, given: StageInput) -> Forward:
+    def _run_for_recompute(self, graph: SavedGraph, given: StageInput) -> Forward:
         """A forward that will run again: on the same tensors, in containers of its own, and on the same state."""
         # the graph is built, so that the outputs say truly whether they want a gradient, but it
         # saves nothing and is dropped here; the very first also shows which weights can wait for W,
         # so that the gradients of all microbatches are added in W, in their order
-        learns = given.split and not self._parameters.known
+        learns = given.split_backward and not self._parameters.known
         buffers, watched = self._buffers.before(), versions((dict(given.arrived), given.args, dict(given.kwargs)))
         attributes = self._attributes.before()
         with nullcontext() if learns else saved_tensors_hooks(_save_small_only, _never_unpack):
-            results = self._run(record, given.with_own_containers(split=learns), "checkpointing")
+            results = self._run(graph, given.with_own_containers(split_backward=learns), "checkpointing")
         self._buffers.after(buffers)
         self._attributes.after(attributes)
-        record.forget_graph()
+        graph.forget_graph()
         precision = self.precision
 
         def again() -> None:
@@ -156,32 +156,32 @@ class Stage:
             what = f"what stage {self.part.index} was given for microbatch {given.microbatch}"
             check_unwritten(what, watched, "between its forward and its recomputation, by its maker or the user")
             with self._buffers.as_they_were(buffers), self._attributes.as_they_were(attributes):
-                self._run(record, given.with_own_containers(split=given.split), "recomputing")
+                self._run(graph, given.with_own_containers(split_backward=given.split_backward), "recomputing")
 
-        record.recompute = again
+        graph.recompute = again
         return results
 
-    def _run(self, record: GraphRecord, given: StageInput, kind: str = "forward") -> Forward:
+    def _run(self, graph: SavedGraph, given: StageInput, kind: str = "forward") -> Forward:
         numbers = self._random_numbers(given.microbatch) or _NOTHING
         phase, recording, products = Phase(kind, given.microbatch, self.statistics), _NOTHING, None
-        if given.split:
-            products = Recording(self._parameters)
-            record.deferred = products.deferred
+        if given.split_backward:
+            products = DeferringMode(self._parameters)
+            graph.deferred = products.deferred
             recording = _NOTHING if self._parameters.differentiates else products
         loss: Tensor | None = None
         outer, NOW.phase = NOW.phase, phase
         try:
             with numbers, _NOTHING if self.precision is None else self.precision():
-                emitted = self.memory.run(given.arrived, given.args, given.kwargs, self._final, recording)
+                emitted = self.guarded.run(given.arrived, given.args, given.kwargs, self._final, recording)
                 if given.loss_of is not None:
                     with recording:
                         loss = given.loss_of(emitted[OUTPUT])
         finally:
             NOW.phase = outer
-        ends = record.end_forward(emitted, loss, phase.extra, self.returns)
+        ends = graph.end_forward(emitted, loss, phase.extra, self.attached)
         if products is not None and products.candidates:
             products.learn(ends)
-        self._inspect_graph(record, kind)
+        self._inspect_graph(graph, kind)
         return emitted, loss, phase.extra
 
     def _random_numbers(self, microbatch: int) -> Any:
@@ -191,10 +191,10 @@ class Stage:
         self.randomness.forward(self._seeds[microbatch])
         return None
 
-    def _inspect_graph(self, record: GraphRecord, kind: str) -> None:
+    def _inspect_graph(self, graph: SavedGraph, kind: str) -> None:
         """What a forward has recorded, before anything of it is dropped; for whoever wants to know."""
         if self.inspect_graph is not None:
-            self.inspect_graph(record)
+            self.inspect_graph(graph)
 
     # -- backward
 
@@ -203,26 +203,26 @@ class Stage:
         microbatch: int,
         gradients: Mapping[int, Sequence[Tensor | None]],
         *,
-        split: bool,
+        split_backward: bool,
         loss_seed: Tensor | None,
         extra_seed: Tensor | None,
     ) -> dict[int, list[Tensor | None]]:
         """B or I: gradients by consumer in, gradients by producer out (None where there is none)."""
-        record = self.records.pop(microbatch, None)
-        if record is None:
+        graph = self.saved.pop(microbatch, None)
+        if graph is None:
             raise RunError(
                 f"stage {self.part.index} cannot run the backward of microbatch {microbatch}: its forward has not run"
             )
-        if record.recompute is not None:
-            record.recompute()
-        if split and record.deferred is not None:
-            record.deferred.begin_input()
-            self._waiting[microbatch] = record.deferred
+        if graph.recompute is not None:
+            graph.recompute()
+        if split_backward and graph.deferred is not None:
+            graph.deferred.begin_input()
+            self._waiting[microbatch] = graph.deferred
         numbers = None if self.randomness.backward is None else self.randomness.backward(microbatch)
         outer, NOW.phase = NOW.phase, Phase("backward", microbatch, self.statistics)
         try:
             with numbers or _NOTHING:
-                return record.backward(gradients, loss_seed, extra_seed, self._runs_backward())
+                return graph.backward(gradients, loss_seed, extra_seed, self._runs_backward())
         finally:
             NOW.phase = outer
 
@@ -230,7 +230,7 @@ class Stage:
         """How autograd is run: gradients of parameters are added to their `.grad`."""
         return self.fresh.run_backward
 
-    def weights(self, microbatch: int) -> None:
+    def weight_gradients(self, microbatch: int) -> None:
         """W: the weight gradients that were put off."""
         deferred = self._waiting.pop(microbatch, None)
         if deferred is None:

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from penstock.errors import ModelError, RunError
-from penstock.model.counted_runs import DRY, EVERYWHERE, run_kind
+from penstock.errors import ModelError
 from penstock.runtime.batch.microbatch import Batch
-from penstock.runtime.state.phase import NOW
 
 if TYPE_CHECKING:
-    from penstock.runtime.loss.check import PairCheck
+    from penstock.runtime.loss.pair_check import PairCheck
     from penstock.runtime.loss.shares import Shares
 
 NEGATIVE_LOG_LIKELIHOOD = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
@@ -221,9 +220,9 @@ class Seeds:
         """The seed of one loss; None where it does not count."""
         kind = loss.dtype, loss.device
         if kind not in self.made:
-            if not self._shares.counts(microbatch):
+            shares = self._shares.if_counts(microbatch)
+            if shares is None:
                 return None
-            shares = self._shares()
             seeds = torch.tensor([share * self._scale for share in shares], dtype=torch.float64)
             made = seeds.to(loss.device, loss.dtype).unbind()
             self.made[kind] = tuple(seed if share else None for seed, share in zip(made, shares, strict=True))
@@ -258,31 +257,35 @@ def _as_float(value: float) -> float:
     return c_float(value).value
 
 
-# -- from inside stages
+# -- torch's own losses
 
 
-def add_loss(name: str, value: Tensor) -> None:
-    """Add a loss from inside any stage's forward, such as a balance loss of experts.
+def torch_reduction(loss_fn: Any, more: Mapping[str, Any]) -> str | None:
+    """How one of torch's losses reduces, with the keywords that it is called with; None of any other loss."""
+    function, options = unwrapped(loss_fn)
+    if isinstance(function, nn.modules.loss._Loss):
+        return function.reduction if type(function).__module__ == nn.modules.loss.__name__ else None
+    name = getattr(function, "__name__", "")
+    if getattr(function, "__module__", None) != F.__name__ or not (
+        name.endswith("_loss") or "cross_entropy" in name or name == "kl_div"
+    ):
+        return None
+    options = {**options, **more}
+    if options.get("size_average") is not None or options.get("reduce") is not None:  # as in torch 0.4
+        return None
+    reduction: str = options.get("reduction", "mean")
+    return reduction
 
-    Its gradient flows, and `result.extra_losses` reports it on every rank. The batch's loss of that name is the mean
-    over microbatches, whatever `LossOptions` says, and the sum over the calls within one microbatch.
 
-    Args:
-        name: The name to report it under.
-        value: A tensor with one element.
-    """
-    kind = run_kind()
-    if kind == DRY:
-        return
-    if kind == EVERYWHERE:
-        raise ModelError(
-            f"add_loss({name!r}) was called between the units of a model that is cut by its forward; every stage runs "
-            f"that code, so the loss would count several times: call it in the forward of a submodule with parameters"
-        )
-    phase = NOW.phase
-    if phase is None or phase.kind == "backward":
-        raise RunError(f"add_loss({name!r}) was called outside of a pipeline's forward")
-    if not isinstance(value, Tensor) or value.dim() != 0:
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise ModelError(f"add_loss({name!r}, ...) got {what}; give it a scalar tensor, such as value.mean()")
-    phase.extra.append((name, value))
+def unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
+    """What is called in the end, and the keywords that partial adds; compiled or not."""
+    options: dict[str, Any] = {}
+    while True:
+        if isinstance(loss_fn, partial) and not loss_fn.args:
+            options = {**loss_fn.keywords, **options}
+            loss_fn = loss_fn.func
+            continue
+        inner = getattr(loss_fn, "_orig_mod", None) or getattr(loss_fn, "_torchdynamo_orig_callable", None)
+        if inner is None:
+            return loss_fn, options
+        loss_fn = inner

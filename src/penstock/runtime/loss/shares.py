@@ -14,7 +14,7 @@ see final numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,29 +22,55 @@ from torch import Tensor
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.loss.loss_options import LossOptions
-from penstock.runtime.loss.weights import (
-    ROWS,
-    SUM,
-    Counted,
-    Entries,
-    Measure,
-    as_plain,
-    cross_entropy,
-    from_plain,
-    integers,
-    torch_reduction,
-)
+from penstock.runtime.loss.losses import LossReading, torch_reduction
+from penstock.runtime.loss.weights import Counted, Entries, Measure, cross_entropy, find_entries
 
-if TYPE_CHECKING:
-    from penstock.runtime.loss.losses import LossReading
-
-SHIFTS = ("", "padded", "dropped")
 ITEMS = "num_items_in_batch"
 
 REMEDY = (
     "say what it is a mean over with LossOptions(weight=), a function of anything that step() is passed, by name, "
     "such as lambda labels: (labels != -100).sum()"
 )
+
+
+class _MeanOverRows:
+    """A mean over rows; where nothing says how many there are, all microbatches count alike."""
+
+    def __call__(self, batch: Batch) -> list[float]:
+        return batch.row_counts()
+
+    def __str__(self) -> str:
+        return "rows"
+
+
+class _LossesAddUp:
+    """A sum: microbatches have no weights."""
+
+    def __call__(self, batch: Batch) -> None:
+        return None
+
+    def __str__(self) -> str:
+        return "a sum"
+
+
+ROWS, SUM = _MeanOverRows(), _LossesAddUp()
+
+
+def as_plain(measure: Measure | None) -> Any:
+    """A measure that was found out, in plain values that can be told to others."""
+    if not isinstance(measure, Entries):
+        return None if measure is None else str(measure)
+    classes = None if measure.classes is None else measure.classes.tolist()
+    return [list(measure.place), measure.shift, measure.ignored, classes]
+
+
+def from_plain(said: Any) -> Measure:
+    """The measure that was told."""
+    if isinstance(said, str):
+        return SUM if said == str(SUM) else ROWS
+    place, shift, ignored, classes = said
+    weights = None if classes is None else torch.tensor(classes, dtype=torch.float64)
+    return Entries((place[0], place[1], place[2]), shift, ignored, weights)
 
 
 class OtherReplicas(Protocol):
@@ -134,15 +160,17 @@ class Shares:
         """Of each microbatch, by its number."""
         return self._shares
 
-    def counts(self, number: int) -> bool:
-        """Whether the loss of a microbatch is a part of the batch's."""
-        return self()[number] != 0
+    def if_counts(self, number: int) -> list[float] | None:
+        """The shares, if the loss of that microbatch is a part of the batch's."""
+        shares = self()
+        return shares if shares[number] != 0 else None
 
     def saw(self, number: int, reading: LossReading | None) -> None:
         """What the graph of a microbatch's loss says, if anything."""
 
-    def check(self) -> None:
-        """At the end of a step: raise where losses were divided by something else than was thought."""
+    def check(self) -> list[float]:
+        """At the end of a step: the shares; raises where losses were divided by something else than was thought."""
+        return self()
 
 
 class BatchShares(Shares):
@@ -193,10 +221,10 @@ class BatchShares(Shares):
         self._settled = True
         return self._shares
 
-    def counts(self, number: int) -> bool:
+    def if_counts(self, number: int) -> list[float] | None:
         if self._late:
             self()  # where replicas compare must not depend on what they have
-        return number not in self._empty and super().counts(number)
+        return None if number in self._empty else super().if_counts(number)
 
     def weight(self, number: int) -> float | None:
         """Of a microbatch that was seen; None where losses add up."""
@@ -248,9 +276,10 @@ class BatchShares(Shares):
         total = sum(self._replicas.compare(sum(self.weights or ())))
         self._total = lambda: total
 
-    def check(self) -> None:
+    def check(self) -> list[float]:
+        shares = self()
         if not self._divided or self.measure is None:
-            return
+            return shares
         totals = torch.stack(list(self._divided.values()))
         slack, divided = 8 * torch.finfo(totals.dtype).eps, dict(zip(self._divided, totals.tolist(), strict=True))
         weights = [1.0] * len(self._batch.args) if self.weights is None else self.weights
@@ -263,26 +292,7 @@ class BatchShares(Shares):
                     f"entries, but count as {weights[number]:g} and {weights[most]:g}, by {self.measure}: neither the "
                     f"batch's loss nor its gradients would be those of the whole batch in one piece; {REMEDY}"
                 )
-
-
-# -- what a cross-entropy saw, found again in its microbatch
-
-
-def find_entries(reading: LossReading, batch: Batch, number: int) -> Entries | None:
-    """How the targets that a loss saw follow from what its microbatch was given, if they do."""
-    node = reading.node
-    seen, classes, ignored = node._saved_target.detach().reshape(-1), node._saved_weight, node._saved_ignore_index
-    ignored -= 2**64 if ignored >= 2**63 else 0  # torch shows it without its sign
-    alike: list[Entries] = []
-    for place, value in integers(batch, number):
-        if value.data_ptr() == seen.data_ptr() and value.numel() == seen.numel():
-            return Entries(place, "", ignored, classes)  # it is the same memory
-        for shift in SHIFTS if value.dim() > 1 else SHIFTS[:1]:
-            found = Entries(place, shift, ignored, classes)
-            moved = found.moved(value)
-            if moved.numel() == seen.numel() and torch.equal(moved.reshape(-1).to(seen), seen):
-                alike.append(found)
-    return alike[0] if alike else None
+        return shares
 
 
 def is_constant(factor: Tensor, batch: Batch, number: int) -> bool:

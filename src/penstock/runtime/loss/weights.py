@@ -7,24 +7,22 @@ targets are all ignored (its own mean is nan) weighs nothing.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch
+from penstock.runtime.loss.check import Label, at, integers, sums
+from penstock.runtime.loss.losses import LossReading, torch_reduction, unwrapped
 
-Label = tuple[str, str | int, int]  # where in a microbatch: the field, the name or position there, the leaf
-Mark = tuple[Label, str]  # a tensor of the batch, and a kind of mark that counts there
-UNEVEN = 1e-6  # above what sums of the same numbers differ by
+SHIFTS = ("", "padded", "dropped")
 
 
 class Measure(Protocol):
@@ -35,44 +33,6 @@ class Measure(Protocol):
 
     def __str__(self) -> str:
         """What is counted, in words."""
-
-
-class _MeanOverRows:
-    """A mean over rows; where nothing says how many there are, all microbatches count alike."""
-
-    def __call__(self, batch: Batch) -> list[float]:
-        return [1.0] * len(batch.args) if batch.rows is None else [float(rows) for rows in batch.rows]
-
-    def __str__(self) -> str:
-        return "rows"
-
-
-class _LossesAddUp:
-    def __call__(self, batch: Batch) -> None:
-        return None
-
-    def __str__(self) -> str:
-        return "a sum"
-
-
-ROWS, SUM = _MeanOverRows(), _LossesAddUp()
-
-
-def as_plain(measure: Measure | None) -> Any:
-    """A measure that was found out, in plain values that can be told to others."""
-    if not isinstance(measure, Entries):
-        return None if measure is None else str(measure)
-    classes = None if measure.classes is None else measure.classes.tolist()
-    return [list(measure.place), measure.shift, measure.ignored, classes]
-
-
-def from_plain(said: Any) -> Measure:
-    """The measure that was told."""
-    if isinstance(said, str):
-        return SUM if said == str(SUM) else ROWS
-    place, shift, ignored, classes = said
-    weights = None if classes is None else torch.tensor(classes, dtype=torch.float64)
-    return Entries((place[0], place[1], place[2]), shift, ignored, weights)
 
 
 # -- what the user counts
@@ -182,114 +142,30 @@ def weigh(pieces: list[Tensor], ignored: int, classes: Tensor | None) -> list[fl
     if classes is not None and flat.numel():
         places = flat.where(valid, 0).clamp(0, len(classes) - 1)
         counted = counted * classes.detach().to(flat.device, torch.float64)[places]
-    return _sums(counted, pieces)
+    return sums(counted, pieces)
 
 
-def uneven_marks(batch: Batch) -> set[Mark]:
-    """What may say what counts, and some microbatches have more of than others."""
-    found: set[Mark] = set()
-    for place, _ in telling(batch, 0):
-        pieces = [at(batch, number, place) for number in range(len(batch.args))]
-        if all(isinstance(piece, Tensor) for piece in pieces):
-            for kind, shares in marks([piece.detach().reshape(-1) for piece in pieces]).items():
-                if max(shares) - min(shares) > UNEVEN * max(map(abs, shares)):
-                    found.add((place, kind))
-    return found
+# -- what a cross-entropy saw, found again in its microbatch
 
 
-def marks(pieces: list[Tensor]) -> dict[str, list[float]]:
-    """By kind of mark, the share of each piece's entries that have it: what often means "ignored", or how much counts.
-
-    That is 0 in masks and of padding, numbers below 0, 255 in images, nan; and the mean, of weights and lengths.
-    """
-    flat = torch.cat(pieces)
-    if flat.is_meta:
-        return {}
-    found = {"0": flat == 0}
-    if flat.is_floating_point():
-        found |= {"nan": flat.isnan(), "mean": flat.nan_to_num()}
-    else:
-        found |= {"below 0": flat < 0, "255": flat == 255, "mean": flat}
-    sizes = [max(1, piece.numel()) for piece in pieces]
-    return {
-        kind: [total / size for total, size in zip(_sums(each, pieces), sizes, strict=True)]
-        for kind, each in found.items()
-    }
-
-
-def _sums(flat: Tensor, pieces: list[Tensor]) -> list[float]:
-    found: list[float]
-    if len({piece.numel() for piece in pieces}) == 1:
-        found = flat.view(len(pieces), -1).sum(1, dtype=torch.float64).tolist()
-        return found
-    ends = torch.cat([flat.new_zeros(1, dtype=torch.float64), flat.cumsum(0, dtype=torch.float64)])
-    offsets = torch.tensor([0, *(piece.numel() for piece in pieces)]).cumsum(0).to(flat.device)
-    found = ends[offsets].diff().tolist()
-    return found
-
-
-def at(batch: Batch, number: int, place: Label) -> Any:
-    """One leaf of a microbatch; None where it has no such leaf."""
-    field, name, leaf = place
-    if field == "target":
-        value = batch.targets[number]
-    elif field == "args":
-        args = batch.args[number]
-        value = args[name] if isinstance(name, int) and name < len(args) else None
-    else:
-        value = getattr(batch, field)[number].get(name)
-    leaves = pytree.tree_leaves(value)
-    return leaves[leaf] if leaf < len(leaves) else None
-
-
-def integers(batch: Batch, number: int) -> Iterator[tuple[Label, Tensor]]:
-    """The tensors of whole numbers in a microbatch; those that are likely to be targets first."""
-    return ((place, each) for place, each in _tensors(batch, number) if not each.is_floating_point())
-
-
-def telling(batch: Batch, number: int) -> Iterator[tuple[Label, Tensor]]:
-    """The tensors of a microbatch that may say what counts: whole numbers, and of fractions what a loss is told."""
-    for place, each in _tensors(batch, number):
-        field, name, _ = place
-        told = field in ("target", "loss_kwargs") or any(word in str(name) for word in ("label", "mask", "weight"))
-        if told or not each.is_floating_point():
-            yield place, each
-
-
-def _tensors(batch: Batch, number: int) -> Iterator[tuple[Label, Tensor]]:
-    named = [("loss_kwargs", name, value) for name, value in batch.loss_kwargs[number].items()]
-    kwargs = sorted(batch.kwargs[number].items(), key=lambda each: not _sounds_like_target(each[0]))
-    named += [("kwargs", name, value) for name, value in kwargs]
-    fields: list[tuple[str, str | int, Any]] = [("target", "target", batch.targets[number]), *named]
-    fields += [("args", place, value) for place, value in reversed(list(enumerate(batch.args[number])))]
-    for field, name, value in fields:
-        for leaf, each in enumerate(pytree.tree_leaves(value)):
-            if isinstance(each, Tensor) and each.dim() and not each.is_complex():
-                yield (field, name, leaf), each
-
-
-def _sounds_like_target(name: str) -> bool:
-    return any(word in name for word in ("label", "target"))
+def find_entries(reading: LossReading, batch: Batch, number: int) -> Entries | None:
+    """How the targets that a loss saw follow from what its microbatch was given, if they do."""
+    node = reading.node
+    seen, classes, ignored = node._saved_target.detach().reshape(-1), node._saved_weight, node._saved_ignore_index
+    ignored -= 2**64 if ignored >= 2**63 else 0  # torch shows it without its sign
+    alike: list[Entries] = []
+    for place, value in integers(batch, number):
+        if value.data_ptr() == seen.data_ptr() and value.numel() == seen.numel():
+            return Entries(place, "", ignored, classes)  # it is the same memory
+        for shift in SHIFTS if value.dim() > 1 else SHIFTS[:1]:
+            found = Entries(place, shift, ignored, classes)
+            moved = found.moved(value)
+            if moved.numel() == seen.numel() and torch.equal(moved.reshape(-1).to(seen), seen):
+                alike.append(found)
+    return alike[0] if alike else None
 
 
 # -- torch's own losses
-
-
-def torch_reduction(loss_fn: Any, more: Mapping[str, Any]) -> str | None:
-    """How one of torch's losses reduces, with the keywords that it is called with; None of any other loss."""
-    function, options = _unwrapped(loss_fn)
-    if isinstance(function, nn.modules.loss._Loss):
-        return function.reduction if type(function).__module__ == nn.modules.loss.__name__ else None
-    name = getattr(function, "__name__", "")
-    if getattr(function, "__module__", None) != F.__name__ or not (
-        name.endswith("_loss") or "cross_entropy" in name or name == "kl_div"
-    ):
-        return None
-    options = {**options, **more}
-    if options.get("size_average") is not None or options.get("reduce") is not None:  # as in torch 0.4
-        return None
-    reduction: str = options.get("reduction", "mean")
-    return reduction
 
 
 class CrossEntropy:
@@ -303,7 +179,7 @@ class CrossEntropy:
         if options.get("reduction", "mean") == "sum":
             return None
         if any(not isinstance(target, Tensor) for target in batch.targets):
-            return ROWS(batch)  # the loss itself will say what is wrong
+            return batch.row_counts()  # the loss itself will say what is wrong
         if batch.targets[0].is_floating_point():  # probabilities: a mean over all places, whatever the classes weigh
             return [target.numel() / max(1, target.shape[1] if target.dim() > 1 else 1) for target in batch.targets]
         pieces = [target.reshape(-1) for target in batch.targets]
@@ -315,7 +191,7 @@ class CrossEntropy:
 
 def cross_entropy(loss_fn: Any) -> CrossEntropy | None:
     """What torch's own cross-entropy is a mean over, as a module or a function; None of any other loss."""
-    function, options = _unwrapped(loss_fn)
+    function, options = unwrapped(loss_fn)
     if isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
         plain = type(function).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
         if not plain or function._forward_hooks or function._forward_pre_hooks:
@@ -324,17 +200,3 @@ def cross_entropy(loss_fn: Any) -> CrossEntropy | None:
     if function in (F.cross_entropy, F.nll_loss) and torch_reduction(loss_fn, {}) is not None:
         return CrossEntropy(lambda: options)
     return None
-
-
-def _unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
-    """What is called in the end, and the keywords that functools.partial adds; compiled or not."""
-    options: dict[str, Any] = {}
-    while True:
-        if isinstance(loss_fn, functools.partial) and not loss_fn.args:
-            options = {**loss_fn.keywords, **options}
-            loss_fn = loss_fn.func
-            continue
-        inner = getattr(loss_fn, "_orig_mod", None) or getattr(loss_fn, "_torchdynamo_orig_callable", None)
-        if inner is None:
-            return loss_fn, options
-        loss_fn = inner

@@ -88,7 +88,7 @@ def copy_like(tensor: Tensor) -> Tensor:
             return copied
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return _copied(tensor)
-    made: Tensor = _Copy.apply(tensor)  # type: ignore[no-untyped-call]
+    made: Tensor = _CopyFunction.apply(tensor)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -98,7 +98,7 @@ def _copied(tensor: Tensor) -> Tensor:
     return made
 
 
-class _Copy(torch.autograd.Function):
+class _CopyFunction(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, tensor: Tensor) -> Tensor:
         return _copied(tensor)

@@ -12,9 +12,9 @@ there would change what a neighbour still reads. The rule goes by storage, and a
                              whatever else has it: a backward's own     it leaves as a copy
                              memory, a tensor that is no parameter
 
-(The rows of gradients are in `backward/record`.) Tensors in one storage are copied together, so that they share memory
-in the copies as well. Nothing is copied in the common case: an output, or a gradient, that one tensor alone holds
-(torch counts the holders of a storage).
+(The rows of gradients are in `backward/saved_graph`.) Tensors in one storage are copied together, so that they share
+memory in the copies as well. Nothing is copied in the common case: an output, or a gradient, that one tensor alone
+holds (torch counts the holders of a storage).
 
 Whatever else may write, such as a global that a stage returns, is seen by the version counter that all tensors of a
 storage share: after the reader's forward, before a recomputation, before `W`, and by autograd itself for what a graph
@@ -58,7 +58,7 @@ def holders(tensor: Tensor) -> int:
     return int(use_count(tensor.untyped_storage()._cdata)) - 1
 
 
-class StageMemory:
+class GuardedPart:
     """Runs the part of one stage by the rule above: on what it may write to, and so that what it emits may leave."""
 
     def __init__(self, part: StagePart, module: nn.Module) -> None:

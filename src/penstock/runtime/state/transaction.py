@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,15 +42,24 @@ def modules_of(function: Any) -> list[nn.Module]:
     return [each for each in (*inside.nonlocals.values(), *inside.globals.values()) if isinstance(each, nn.Module)]
 
 
+class HasModule(Protocol):
+    """A stage, as far as its state goes."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+
 class Transaction:
     """Restores the model's state on this process's ranks when a step fails.
 
-    `late`: the ranks that have not left a step that failed.
+    `stages` are those of each rank, `last` is the rank that computes the loss, if it is here, and `late` are the ranks
+    that have not left a step that failed.
     """
 
     def __init__(
         self,
-        stages: Mapping[int, Callable[[], Sequence[nn.Module]]],
+        stages: Mapping[int, Mapping[int, HasModule]],
+        last: int | None,
         counter: StepCounter,
         late: Callable[[], Iterable[int]],
         *,
@@ -61,20 +70,24 @@ class Transaction:
         self._late = late
         self._atomic = atomic
         self._alone = alone  # no other process has ranks of this pipeline
-        self._ranks = {rank: _RankState(modules, atomic) for rank, modules in stages.items()}
+        self._stages, self._last = stages, last
+        self._ranks = {rank: _RankState(atomic) for rank in stages}
         self._inside = False
         self._undo_last: Callable[[], None] | None = None
         self._versions: dict[int, list[tuple[Tensor, int]]] = {}  # of parameters, when a step failed: by rank
 
     @contextmanager
-    def __call__(self, *, training: bool, set_aside: bool = False) -> Iterator[Transaction]:
+    def __call__(self, *, training: bool, set_aside: bool = False, loss_fn: Any = None) -> Iterator[Transaction]:
         """Around a step, or an evaluation. `set_aside`: gradients of earlier steps are not added to in place."""
         if self._inside:  # before anything is looked at: a step that runs is in between
             raise UsageError("this pipeline is in a step already; use it from one thread at a time")
         self._inside = True
         try:
-            for rank in self._ranks.values():
-                rank.take(gradients=training, copied=self._atomic and not set_aside)
+            for number, rank in self._ranks.items():
+                modules = [stage.module for stage in self._stages[number].values()]
+                if number == self._last and loss_fn is not None:
+                    modules += self._loss_modules(loss_fn)
+                rank.take(modules, gradients=training, copied=self._atomic and not set_aside)
             step, evaluations, others = self._counter.step, self._counter.evaluations, _other_generators()
             try:
                 yield self
@@ -96,6 +109,16 @@ class Transaction:
         assert self._undo_last is not None
         self._undo_last()
         return not any(rank.lost() for rank in self._ranks.values())
+
+    def _loss_modules(self, loss_fn: Any) -> list[nn.Module]:
+        """The modules of a loss function, unless it looks at the model itself."""
+        found = modules_of(loss_fn)
+        if not found:
+            return []
+        own = {
+            id(each) for stages in self._stages.values() for stage in stages.values() for each in stage.module.modules()
+        }
+        return [module for module in found if own.isdisjoint(map(id, module.modules()))]
 
     def put_back_buffers(self) -> None:
         """After an evaluation: it may count in attributes, as a plain model does, but leaves buffers as they were."""
@@ -172,9 +195,9 @@ class Transaction:
 class _RankState:
     """The stages of one rank as they were."""
 
-    def __init__(self, modules: Callable[[], Sequence[nn.Module]], every: bool) -> None:
-        self._modules = modules
-        self._snapshots = _Attributes()
+    def __init__(self, every: bool) -> None:
+        self._modules: Sequence[nn.Module] = ()
+        self._snapshots = _TensorsAndAttributes()
         self._attributes: Mapping[int, ModuleSnapshot] = {}
         self._modes: list[tuple[nn.Module, bool]] = []
         self._tables: list[tuple[Any, dict[str, Tensor | None]]] = []
@@ -184,13 +207,14 @@ class _RankState:
         self.had: set[int] = set()  # parameters with a gradient
         self.mixed: set[int] = set()  # those whose gradient has got a part of a step that was undone
 
-    def take(self, *, gradients: bool, copied: bool) -> None:
-        """Remember what is there now."""
+    def take(self, modules: Sequence[nn.Module], *, gradients: bool, copied: bool) -> None:
+        """Remember what these modules have now."""
+        self._modules = modules
         attributes: dict[int, dict[str, Any]] = {}
         buffers: dict[int, Any] = {}
         parameters: dict[int, Tensor] = {}
         self._modes = []
-        for module in _all(self._modules()):
+        for module in _all(modules):
             table = vars(module)
             if id(table) not in attributes:
                 attributes[id(table)] = table
@@ -251,7 +275,7 @@ class _RankState:
         """What was written to and could not be put back, in words."""
         lost = {id(tensor) for tensor in (*self._buffers.lost, *self._others.lost)}
         found = []
-        for module in _all(self._modules()) if lost else ():
+        for module in _all(self._modules) if lost else ():
             for name, value in (*module._buffers.items(), *vars(module).items()):
                 if id(value) in lost:
                     found.append(f"{name} of {type(module).__name__}")
@@ -262,7 +286,7 @@ class _RankState:
         return [(parameter, version_of(parameter)) for parameter in self._parameters]
 
 
-class _Attributes(AttributeSnapshots):
+class _TensorsAndAttributes(AttributeSnapshots):
     """Attributes, with their tensors in a list."""
 
     def __init__(self) -> None:

@@ -22,8 +22,7 @@ Nobody waits for longer than `timeout` for ranks that stand still.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import PeerFailure
@@ -47,17 +46,8 @@ class Transport(ABC):
     timeout: float
     ends: ChannelEnds[Any, Any]  # of the channels that are open
     holds_interrupts = False  # whether Ctrl-C waits for messages and for the step's end, see `interrupts`
-    call: str = ""  # what this rank's user has called, where all ranks must call the same; see `calling`
+    call: str = ""  # what this rank's user has called, where all ranks must call the same
     news: list[PeerFailure]  # what another rank announced in this step; look, and stop computing
-
-    @contextmanager
-    def calling(self, call: str) -> Iterator[None]:
-        """A context in which this process is in a call that all ranks must make; an outer call counts."""
-        outer, self.call = self.call, self.call or call
-        try:
-            yield
-        finally:
-            self.call = outer
 
     @property
     def exchanges(self) -> int:
@@ -78,7 +68,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def wire(self, source: int, target: int) -> str:
+    def describe_link(self, source: int, target: int) -> str:
         """What carries values from one rank to another, in words."""
 
     # -- one message, by the number of its channel; see the ends of `channel`

@@ -46,7 +46,7 @@ class Channel:
         return f"{self.target_stage}RECV_{self.direction}{microbatch}"
 
 
-plain.record(Channel, source_stage=int, target_stage=int, direction=str, source_rank=int, target_rank=int)
+plain.register(Channel, source_stage=int, target_stage=int, direction=str, source_rank=int, target_rank=int)
 
 
 class Incoming(ABC):
@@ -203,11 +203,13 @@ class ChannelEnds(Generic[In, Out]):
         ends = f"rank {edge.source_rank} to {edge.target_rank}"
         return UsageError(f"rank {self.rank} cannot {wanted} on channel {channel} ({edge}), which goes from {ends}")
 
-    def counts(self) -> tuple[dict[int, int], dict[int, int]]:
-        """How many messages of each channel this rank has sent, and has taken, in this step."""
-        sent = {index: end.count for index, end in self.outgoing.items() if end.count}
-        taken = {index: end.count - len(end.posted) for index, end in self.incoming.items() if end.count}
-        return sent, taken
+    def counts(self) -> dict[int, int]:
+        """How many messages of each channel this rank has sent, or has taken, in this step."""
+        moved = {index: end.count for index, end in self.outgoing.items() if end.count}
+        for index, end in self.incoming.items():
+            if end.count:
+                moved[index] = end.count - len(end.posted)
+        return moved
 
     def awaited(self, edge: Channel, microbatch: int) -> tuple[int, int] | None:
         """Which channel that is, and which of its messages in this step, from 0, the receive of the microbatch is."""

@@ -34,14 +34,12 @@ _MAGIC = 0x53544152
 _ROOM = FRAME_BYTES - _HEAD.size
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
-Counts = tuple[dict[int, int], dict[int, int]]
-
 
 class Report(NamedTuple):
     """What one rank says: the program that it has open, its counts for all programs of this step, call and value."""
 
     program: int
-    counts: dict[int, Counts]
+    counts: dict[int, dict[int, int]]  # by program and channel: messages that this end of the channel has moved
     call: str
     value: bytes
 
@@ -101,16 +99,10 @@ class Exchange:
         if not self._prepared:
             self._prepared = {peer: self._post(peer) for peer in self._peers}
 
-    def exchange(
-        self, step: int, current: ChannelEnds[Any, Any], used: Sequence[ChannelEnds[Any, Any]], call: str, value: Any
-    ) -> Exchanged:
-        """The same on every rank. `call` is what this rank's user has called."""
-        return self.collect(self.post(step, current, used, call, value))
-
     def post(
         self, step: int, current: ChannelEnds[Any, Any], used: Sequence[ChannelEnds[Any, Any]], call: str, value: Any
     ) -> Posted:
-        """Say what this rank has to, without waiting for anybody."""
+        """Say what this rank has to, without waiting for anybody. `call` is what its user has called."""
         counts = {ends.program: ends.counts() for ends in used}
         report = Report(current.program, counts, call, plain.dumps(value))
         self.prepare()
@@ -214,10 +206,10 @@ def compare(reports: Sequence[Report], used: Sequence[ChannelEnds[Any, Any]]) ->
         return f"ranks {odd} have other channels open than rank 0; open() the same on all"
     faults = []
     for ends in used:
-        counts = [report.counts.get(ends.program, ({}, {})) for report in reports]
+        counts = [report.counts.get(ends.program, {}) for report in reports]
         for index, edge in enumerate(ends.channels):
-            sent = counts[edge.source_rank][0].get(index, 0)
-            taken = counts[edge.target_rank][1].get(index, 0)
+            sent = counts[edge.source_rank].get(index, 0)
+            taken = counts[edge.target_rank].get(index, 0)
             if sent != taken:
                 pair = f"rank {edge.source_rank} sent {sent} and rank {edge.target_rank} took {taken}"
                 faults.append(f"on channel {edge}, {pair}")

@@ -51,7 +51,7 @@ class ThreadMessage(NamedTuple):
     failure: PeerFailure | None
 
 
-class Wire:
+class ThreadLink:
     """What the two ends of a channel share: messages forwards, permits backwards."""
 
     __slots__ = ("messages", "permits")
@@ -84,13 +84,13 @@ class Board:
         self.failure: PeerFailure | None = None
         self.news.clear()
         self.opened: dict[int, tuple[tuple[Channel, ...], set[int]]] = {}  # by turn, and the ranks that have yet to
-        self.wires: dict[tuple[Channel, ...], list[Wire]] = {}
+        self.wires: dict[tuple[Channel, ...], list[ThreadLink]] = {}
         self.waiting: list[int | None] = [None] * self.ranks  # for whom each rank waits
         self.mail: list[list[SimpleQueue[Any]]] = [
             [SimpleQueue() for _ in range(self.ranks)] for _ in range(self.ranks)
         ]
 
-    def open(self, rank: int, turn: int, channels: tuple[Channel, ...]) -> list[Wire]:
+    def open(self, rank: int, turn: int, channels: tuple[Channel, ...]) -> list[ThreadLink]:
         """The wires of this program; the `turn`-th open of every rank must name the same channels."""
         with self.lock:
             first, others = self.opened.setdefault(turn, (channels, set(range(self.ranks))))
@@ -100,7 +100,7 @@ class Board:
             if not others:
                 del self.opened[turn]
             if channels not in self.wires:
-                self.wires[channels] = [Wire(self.capacity) for _ in channels]
+                self.wires[channels] = [ThreadLink(self.capacity) for _ in channels]
             return self.wires[channels]
 
     def abort(self, failure: PeerFailure) -> PeerFailure:
@@ -146,7 +146,7 @@ class Board:
 class ThreadIncoming(QueuedIncoming[ThreadMessage]):
     """The receiving end of a channel between threads."""
 
-    def __init__(self, edge: Channel, wire: Wire, transport: ThreadTransport) -> None:
+    def __init__(self, edge: Channel, wire: ThreadLink, transport: ThreadTransport) -> None:
         super().__init__(edge)
         self._wire = wire
         self._transport = transport
@@ -175,7 +175,7 @@ class ThreadIncoming(QueuedIncoming[ThreadMessage]):
 class ThreadOutgoing(Outgoing):
     """The sending end of a channel between threads."""
 
-    def __init__(self, edge: Channel, wire: Wire, transport: ThreadTransport) -> None:
+    def __init__(self, edge: Channel, wire: ThreadLink, transport: ThreadTransport) -> None:
         super().__init__(edge)
         self._wire = wire
         self._transport = transport
@@ -255,7 +255,7 @@ class ThreadTransport(Transport):
             {i: ThreadOutgoing(edge, wire, self) for i, (edge, wire) in both if edge.source_rank == self.rank},
         )
 
-    def wire(self, source: int, target: int) -> str:
+    def describe_link(self, source: int, target: int) -> str:
         return IN_MEMORY
 
     def check_not_broken(self) -> None:

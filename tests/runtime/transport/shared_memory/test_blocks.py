@@ -166,7 +166,7 @@ def has_little_memory(transport: Any, limit: int) -> Any:
                     assert plain == {"n": microbatch}
             transport.flush()
             transport.exchange(None)
-    return [str(warning.message) for warning in told], transport.wire(0, 1)
+    return [str(warning.message) for warning in told], transport.describe_link(0, 1)
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 1 << 14])

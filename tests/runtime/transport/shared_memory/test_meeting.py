@@ -95,7 +95,7 @@ def far_apart(transport: Any, how: str) -> Any:
         assert torch.equal(transport.receive(FORTH, 0), torch.ones(3))
     transport.flush()
     transport.exchange(None)
-    said = transport.wire(0, 1)
+    said = transport.describe_link(0, 1)
     transport.close()
     return said
 

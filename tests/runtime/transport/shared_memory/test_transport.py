@@ -138,7 +138,7 @@ def two_hosts(transport: Any) -> Any:
                 transport.send(2, microbatch, transport.receive(1, microbatch))
         transport.flush()
         assert transport.exchange(transport.rank) == [0, 1, 2]
-    said = [transport.wire(0, 1), transport.wire(1, 2)]
+    said = [transport.describe_link(0, 1), transport.describe_link(1, 2)]
     transport.close()
     return said
 

@@ -32,7 +32,7 @@ class Waiting(NamedTuple):
         return lost_target(self.edge, self.microbatch, cause)
 
 
-plain.record(Waiting, peer=int, edge=Channel | None, microbatch=int, since=float)
+plain.register(Waiting, peer=int, edge=Channel | None, microbatch=int, since=float)
 
 
 class State(NamedTuple):

@@ -58,7 +58,7 @@ class GlooIncoming(Incoming):
         layout = expected.layouts.get(self.count)
         frame = torch.empty(HEADER_BYTES if layout is None else layout.frame_bytes, dtype=torch.uint8)
         due = HEADER.pack(
-            *(MAGIC, DATA, layout.checksum if layout else 0, 0, operations.step),
+            *(MAGIC, DATA, layout.checksum if layout else 0, 0, operations.exchanges),
             *(self.count, microbatch, *expected.identity),
         )
         directs: list[Part] = []

@@ -28,11 +28,11 @@ SLACK = 10.0  # gloo's own timeout comes this much later than ours: it is the la
 
 
 class Operations:
-    """Starts transfers and waits for them. `step` is stamped on every message."""
+    """Starts transfers and waits for them. The number of exchanges so far is stamped on every message."""
 
     def __init__(self, rank: int, backend: Any, device_backend: Any, watch: Watch, timeout: float) -> None:
         self.rank = rank
-        self.step = 0
+        self.exchanges = 0  # so far: with each, a step of the transport ends
         self.backend = backend
         self.device_backend = device_backend
         self.watch = watch

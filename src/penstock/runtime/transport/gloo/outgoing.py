@@ -76,14 +76,14 @@ class GlooOutgoing(Outgoing):
             self._operations.check_not_broken()
         expected, edge, peer = self._expected, self.edge, self.edge.target_rank
         layout = expected.layouts.get(self.count)
-        leaves = None if layout is None else layout.fits(value)
-        if layout is None or leaves is None:
+        packed = None if layout is None else layout.pack_anew(value)
+        if layout is None or packed is None:
             self._send_changed(microbatch, layout, value)
             return
         operations = self._operations
-        frame, directs = layout.pack_anew(leaves)
+        frame, directs = packed
         HEADER.pack_into(
-            *(frame.header, 0, MAGIC, DATA, layout.checksum, 0, operations.step),
+            *(frame.header, 0, MAGIC, DATA, layout.checksum, 0, operations.exchanges),
             *(self.count, microbatch, *expected.identity),
         )
         if not directs and layout.frame_bytes <= WHOLE_BYTES:
@@ -157,7 +157,7 @@ class GlooOutgoing(Outgoing):
         self._sent(UnderWay(microbatch, work, None, frame, parts))
 
     def _write_header(self, buffer: Any, kind: int, microbatch: int, checksum: int, follows: int) -> None:
-        step, identity = self._operations.step, self._expected.identity
+        step, identity = self._operations.exchanges, self._expected.identity
         HEADER.pack_into(buffer, 0, MAGIC, kind, checksum, follows, step, self.count, microbatch, *identity)
 
     def _sent(self, message: UnderWay) -> None:

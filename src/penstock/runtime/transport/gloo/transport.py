@@ -133,7 +133,7 @@ class DistributedTransport(Transport):
 
     @property
     def exchanges(self) -> int:
-        return self._operations.step
+        return self._operations.exchanges
 
     @property
     def broken(self) -> PeerFailure | None:
@@ -178,7 +178,7 @@ class DistributedTransport(Transport):
         """What wakes the watches of other ranks, where something can."""
         return None
 
-    def wire(self, source: int, target: int) -> str:
+    def describe_link(self, source: int, target: int) -> str:
         return f"torch.distributed ({self._backend_name})"
 
     @uninterrupted
@@ -193,14 +193,17 @@ class DistributedTransport(Transport):
             raise rewritten(*found[0])
 
     def exchange(self, value: Any) -> list[Any]:
-        posted = self._post(value)
-        answers = self._collect(posted)
-        self._end_step(posted.used)
+        self._check_may_exchange()
+        used = list(self._opened.values())
+        answers = self._collect(self._exchanger.post(self._operations.exchanges, self.ends, used, self.call, value))
+        self._end_step(used)
         return self._agreed(answers)
 
     def post_exchange(self, value: Any) -> Callable[[], list[Any]]:
-        posted = self._post(value)
-        self._end_step(posted.used)
+        self._check_may_exchange()
+        used = list(self._opened.values())
+        posted = self._exchanger.post(self._operations.exchanges, self.ends, used, self.call, value)
+        self._end_step(used)
         answers: list[list[Any]] = []
         errors: list[Exception] = []
 
@@ -221,13 +224,11 @@ class DistributedTransport(Transport):
         self._uncollected = collect
         return collect
 
-    def _post(self, value: Any) -> Posted:
+    def _check_may_exchange(self) -> None:
         if self._uncollected is not None:
             self._uncollected()
         if self.watch.verdict is not None:
             self._check_not_broken()
-        used = list(self._opened.values())
-        return self._exchanger.post(self._operations.step, self.ends, used, self.call, value)
 
     def _collect(self, posted: Posted) -> Exchanged:
         """What all ranks have said, unless their messages were not those of one program."""
@@ -245,7 +246,7 @@ class DistributedTransport(Transport):
         return answers
 
     def _end_step(self, used: Sequence[ChannelEnds[Any, Any]]) -> None:
-        self._operations.step += 1
+        self._operations.exchanges += 1
         self.watch.end_step()
         for ends in used:
             ends.end_step()
@@ -337,7 +338,7 @@ def _traffic(
     if found is None:
         return {}, None
     awaited = None if waiting is None or waiting.edge is None else found.ends.awaited(waiting.edge, waiting.microbatch)
-    return found.ends.counts()[0], awaited
+    return {index: end.count for index, end in found.ends.outgoing.items() if end.count}, awaited
 
 
 def _cut(backend: Any, tag: int, peer: int) -> None:

@@ -180,8 +180,11 @@ class Layout:
                 end = start + nbytes
         return True
 
-    def pack_anew(self, leaves: Sequence[Any]) -> tuple[Frame, list[tuple[Tensor, Tensor | None]]]:
-        """Pack into a buffer that no send is using; see `pack`."""
+    def pack_anew(self, value: Any) -> tuple[Frame, list[tuple[Tensor, Tensor | None]]] | None:
+        """Pack a value that fits into a buffer that no send is using; see `pack`. None where it does not fit."""
+        leaves = self.fits(value)
+        if leaves is None:
+            return None
         frame = self.spare.pop() if self.spare else Frame(self.frame_bytes, self.copies)
         return frame, self.pack(leaves, frame)
 

@@ -117,7 +117,7 @@ class SharedIncoming(QueuedIncoming[Filed]):
         if (
             fields[MICROBATCH] != expected
             or fields[ORDINAL] != ordinal
-            or fields[STEP] != self._operations.step
+            or fields[STEP] != self._operations.exchanges
             or (layout is not None and layout.checksum != fields[CHECKSUM])
         ):
             self._refuse(expected, ordinal, filed)
@@ -127,7 +127,7 @@ class SharedIncoming(QueuedIncoming[Filed]):
 
     def _refuse(self, expected: int, ordinal: int, filed: Filed) -> NoReturn:
         fields, layout = filed
-        due = f"microbatch {expected}, number {ordinal} of step {self._operations.step}"
+        due = f"microbatch {expected}, number {ordinal} of step {self._operations.exchanges}"
         text = f"microbatch {fields[MICROBATCH]}, number {fields[ORDINAL]} of step {fields[STEP]}"
         if layout is not None and layout.checksum != fields[CHECKSUM]:
             text += f" in another layout (checksum {fields[CHECKSUM]:#x}, not {layout.checksum:#x})"
@@ -173,7 +173,7 @@ class SharedOutgoing(Outgoing):
         return self._gloo.under_way
 
     def _send(self, microbatch: int, value: Any) -> None:
-        connection, step = self._connection, self._operations.step
+        connection, step = self._connection, self._operations.exchanges
         if self._operations.watch.verdict is not None:
             self._operations.check_not_broken()
         self._connections.busy_with = self.edge, microbatch
@@ -195,7 +195,7 @@ class SharedOutgoing(Outgoing):
         self._total += 1
 
     def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:
-        connection, step = self._connection, self._operations.step
+        connection, step = self._connection, self._operations.exchanges
         self._connections.busy_with = self.edge, microbatch
         try:
             number = connection.write_failure(plain.dumps(failure))
@@ -254,7 +254,7 @@ class SharedOutgoing(Outgoing):
     def end_step(self) -> None:
         self.count = 0
         with suppress(Gone):
-            self._connection.ring.end_step(self._operations.step)
+            self._connection.ring.end_step(self._operations.exchanges)
         if self._sent_through_gloo:
             self._sent_through_gloo = 0
             self._gloo.end_step()

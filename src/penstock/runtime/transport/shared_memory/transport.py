@@ -130,7 +130,7 @@ class SharedMemoryTransport(DistributedTransport):
             self.abort(PeerFailure(self.rank, text))
             raise UsageError(text)
 
-    def wire(self, source: int, target: int) -> str:
+    def describe_link(self, source: int, target: int) -> str:
         other = target if source == self.rank else source
         reason = self._meeting.place(source).apart(self._meeting.place(target))
         if self.rank in (source, target) and reason is None:
@@ -139,7 +139,7 @@ class SharedMemoryTransport(DistributedTransport):
             if connection is not None and connection.ring.refused is not None and source == self.rank:
                 reason = f"shared memory was refused: {connection.ring.refused.strerror}"
         self._meeting.rest()
-        return "shared memory" if reason is None else f"{super().wire(source, target)}, {reason}"
+        return "shared memory" if reason is None else f"{super().describe_link(source, target)}, {reason}"
 
     def close(self) -> None:
         super().close()

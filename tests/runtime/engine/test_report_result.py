@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.errors import UsageError
-from penstock.runtime.batch.result import loss_values
+from penstock.runtime.engine.report import loss_values
 
 LOSS = loss_values([torch.tensor(1.25)])[0]
 

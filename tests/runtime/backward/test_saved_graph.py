@@ -52,16 +52,16 @@ def one_stage(module: nn.Module) -> Stage:
 
 def test_a_microbatch_goes_forward_once_and_back_once() -> None:
     stage = one_stage(nn.Linear(2, 1))
-    given = StageInput(0, {}, (torch.randn(3, 2),), {}, lambda output: output.mean(), split=True)
+    given = StageInput(0, {}, (torch.randn(3, 2),), {}, lambda output: output.mean(), split_backward=True)
     stage.forward(given)
     with pytest.raises(RunError, match="stage 0 has run microbatch 0 forward already"):
         stage.forward(given)
-    seeds: dict[str, Any] = {"split": True, "loss_seed": torch.tensor(1.0), "extra_seed": None}
+    seeds: dict[str, Any] = {"split_backward": True, "loss_seed": torch.tensor(1.0), "extra_seed": None}
     with pytest.raises(RunError, match="no postponed weight gradient of microbatch 0"):
-        stage.weights(0)
+        stage.weight_gradients(0)
     stage.backward(0, {}, **seeds)
     with pytest.raises(RunError, match="cannot run the backward of microbatch 0: its forward has not run"):
         stage.backward(0, {}, **seeds)
-    stage.weights(0)
+    stage.weight_gradients(0)
     with pytest.raises(RunError, match="no postponed weight gradient of microbatch 0"):
-        stage.weights(0)
+        stage.weight_gradients(0)

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from penstock.errors import UsageError
 from penstock.model.original.placeholders import Home, home_of, let_go, mark_kept, take_back
 from penstock.model.staged_model import Holding, StagedModel
-from penstock.pipeline.carry import carry
-from penstock.pipeline.full_tensors import targets_of
+from penstock.pipeline.model_state.carry import carry
+from penstock.pipeline.model_state.full_tensors import targets_of
 from penstock.runtime.state.memory import copy_like
 from penstock.schedule import Placement
 
 if TYPE_CHECKING:
     from penstock.pipeline.deployment import Deployment
-    from penstock.pipeline.state import ModelState
+    from penstock.pipeline.model_state.state import ModelState
 
 Held = Tensor | nn.Module  # a module stands for the state that it has beside tensors
 
@@ -33,8 +33,8 @@ class OtherRanks:
 
     def __init__(self, keep: bool) -> None:
         self._keep = keep
-        self.checked = False  # on all ranks or on none, since all hear of it
-        self.whole = True  # the model has all its values here
+        self.is_checked = False  # on all ranks or on none, since all hear of it
+        self.is_filled = True  # the model has all its values here
 
     def check(self, deployment: Deployment) -> None:
         """Before a first step: what the stages here hold must not be where another pipeline has put it."""
@@ -50,14 +50,14 @@ class OtherRanks:
                             f"of the other one, on every rank, before this one goes on"
                         )
 
-        deployment.world.agreed("step()", look, "")
-        self.checked = True
+        deployment.world.same_on_all("step()", look, "")
+        self.is_checked = True
 
     def let_go(self, deployment: Deployment) -> None:
         """From now on this process has no values of what other ranks hold."""
-        if not self.whole or deployment.world.transport is None:
+        if not self.is_filled or deployment.world.transport is None:
             return
-        self.whole = False
+        self.is_filled = False
         placement, here = deployment.placement, {holding.stage for holding in deployment.holdings()}
         own = {id(held) for holding in deployment.holdings() for _, held in _held_by(holding)}
         own |= {id(buffer) for stage in here for buffer in deployment.staged.parts[stage].reads()}
@@ -73,15 +73,15 @@ class OtherRanks:
 
     def moved(self, deployment: Deployment) -> None:
         """The pipeline has a new cut: this process holds other stages than before."""
-        if not self.whole:
-            self.whole = True
+        if not self.is_filled:
+            self.is_filled = True
             self.let_go(deployment)
 
     def fill(self, state: ModelState, rank: int | None) -> None:
         """All values into the tensors of the model, on every rank or on one."""
         deployment = state.deployment
         call, transport = "fill_model()", deployment.world.transport
-        self.checked = False
+        self.is_checked = False
         targets = targets_of(deployment, call, rank)
         graded = any(parameter.grad is not None for parameter in state.parameters())
         if any(deployment.world.all_gather(call, graded)) and transport is not None:
@@ -116,7 +116,7 @@ class OtherRanks:
 
         items = [(name, min(ranks), [each for each in targets if each not in ranks]) for name, ranks in owners.items()]
         carry(transport, items, lambda name: _value(own[name]), take)
-        self.whole = self.whole or transport.rank in targets
+        self.is_filled = self.is_filled or transport.rank in targets
 
 
 def _value(held: Held) -> Any:
@@ -135,10 +135,10 @@ def _held_by(holding: Holding) -> Iterator[tuple[str, Held]]:
             yield names[f"{place}._extra_state" if place else "_extra_state"], holder
 
 
-def _module_at(split: StagedModel, name: str) -> nn.Module:
+def _module_at(staged: StagedModel, name: str) -> nn.Module:
     """The module that has this name in the whole model."""
     wanted = f"{name}.x" if name else "x"
-    for holding in split.holdings():
+    for holding in staged.holdings():
         module: nn.Module
         for path, module in holding.module.named_modules():
             if holding.names.get(f"{path}.x" if path else "x") == wanted:
@@ -146,16 +146,16 @@ def _module_at(split: StagedModel, name: str) -> nn.Module:
     raise AssertionError(name)
 
 
-def owners_of(split: StagedModel, placement: Placement) -> dict[str, set[int]]:
+def owners_of(staged: StagedModel, placement: Placement) -> dict[str, set[int]]:
     """The ranks that have what goes by a name."""
     found: dict[str, set[int]] = {}
-    for holding in split.holdings():
+    for holding in staged.holdings():
         for name, _ in _held_by(holding):
             found.setdefault(name, set()).add(placement.rank_of(holding.stage))
     return found
 
 
-def held_on(split: StagedModel, placement: Placement, rank: int) -> dict[str, Held]:
+def held_on(staged: StagedModel, placement: Placement, rank: int) -> dict[str, Held]:
     """What one rank has, by name."""
-    here = [holding for holding in split.holdings() if placement.rank_of(holding.stage) == rank]
+    here = [holding for holding in staged.holdings() if placement.rank_of(holding.stage) == rank]
     return {name: held for holding in here for name, held in _held_by(holding)}

@@ -25,11 +25,11 @@ from penstock.files.adapters import ADAPTER_WEIGHTS, is_adapter, merged, stored_
 from penstock.files.pretrained_writing import file_names, parts_of, write_configs, write_index, write_tokenizer
 from penstock.files.tensors import FileLayout, TensorEntry, streamed, sync_directory, write_file
 from penstock.group.agreement import in_words
-from penstock.pipeline.full_tensors import WholeModel
+from penstock.pipeline.model_state.full_tensors import WholeModel
 from penstock.rules import is_count
 
 if TYPE_CHECKING:
-    from penstock.pipeline.state import ModelState
+    from penstock.pipeline.model_state.state import ModelState
 
 CALL = "save_pretrained()"
 METADATA = {"format": "pt"}
@@ -37,7 +37,7 @@ METADATA = {"format": "pt"}
 
 def save_pretrained(state: ModelState, goal: Path, tokenizer: Any, most: int, merge: bool) -> None:
     """Write the whole model, or its adapters alone, to the folder `goal`; called on every rank."""
-    saving = _Saving(state, goal.absolute(), tokenizer, merge)
+    saving = _ModelFolder(state, goal.absolute(), tokenizer, merge)
     with state.deployment.world.calling(CALL):
         try:
             saving.on_all(lambda: saving.prepare(most))
@@ -49,7 +49,7 @@ def save_pretrained(state: ModelState, goal: Path, tokenizer: Any, most: int, me
             raise
 
 
-class _Saving:
+class _ModelFolder:
     def __init__(self, state: ModelState, goal: Path, tokenizer: Any, merge: bool) -> None:
         self._state, self._deployment, self._goal = state, state.deployment, goal
         self._tokenizer, self._merge = tokenizer, merge

@@ -18,8 +18,8 @@ from penstock.model.original.placeholders import Home
 from penstock.optim.groups import group_parameters
 from penstock.optim.norms import PartialNorm, check_finite, check_limit, join_norms, local_part, norm_order, scale_down
 from penstock.pipeline.deployment import Deployment
-from penstock.pipeline.full_tensors import WholeModel
-from penstock.pipeline.other_ranks import OtherRanks
+from penstock.pipeline.model_state.full_tensors import WholeModel
+from penstock.pipeline.model_state.other_ranks import OtherRanks
 from penstock.runtime.loss.module import LOSS
 
 if TYPE_CHECKING:

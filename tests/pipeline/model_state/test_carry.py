@@ -9,8 +9,8 @@ import torch
 from transport_harness import run, values
 
 from penstock.errors import PeerFailure, UsageError
-from penstock.pipeline import carry as module
-from penstock.pipeline.carry import carried, carry
+from penstock.pipeline.model_state import carry as module
+from penstock.pipeline.model_state.carry import carried, carry
 
 ITEMS = [("a", 0, [0, 1, 2]), ("b", 2, [0]), ("c", 1, [1]), ("d", 1, [0, 2])]
 

@@ -30,7 +30,7 @@ _ENGINE = torch.autograd.Variable._execution_engine
 _WRITTEN_IN_PYTHON: Any = torch._C._FunctionBase  # nodes of autograd.Function: their object does not keep the graph
 
 
-class GraphRecord:
+class SavedGraph:
     """What a microbatch holds between its forward and its backward."""
 
     __slots__ = (
@@ -65,15 +65,15 @@ class GraphRecord:
         self.total: Tensor | None = None  # and its loss
 
     def end_forward(
-        self, emitted: Mapping[int, Any], loss: Tensor | None, extra: Sequence[tuple[str, Tensor]], returns: bool
+        self, emitted: Mapping[int, Any], loss: Tensor | None, extra: Sequence[tuple[str, Tensor]], attached: bool
     ) -> list[Tensor]:
         """Keep the edges at which the backward begins, and return their tensors.
 
-        `returns`: the output's gradient comes from the user's graph.
+        `attached`: the output's gradient comes from the user's graph.
         """
         ends: list[Tensor] = []
         for target, payload in emitted.items():
-            if target != OUTPUT or returns:
+            if target != OUTPUT or attached:
                 found = tensors_with_gradient(payload)
                 self.roots[target] = [_edge_of(tensor) for tensor in found]
                 ends += found
@@ -147,7 +147,7 @@ class GraphRecord:
         return back
 
 
-RunBackward = Callable[[GraphRecord, list[GradientEdge], list[Tensor]], None]  # of what was recorded, roots and seeds
+RunBackward = Callable[[SavedGraph, list[GradientEdge], list[Tensor]], None]  # of what was recorded, roots and seeds
 
 _OUR_HOOK = -1  # among the hooks of a tensor, which are numbered from 0 on
 
@@ -234,7 +234,7 @@ class FreshGradients:
         weights()
         self.after()
 
-    def run_backward(self, record: GraphRecord, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
+    def run_backward(self, graph: SavedGraph, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
         """`torch.autograd.backward`, without its questions about tensors that are edges here."""
         self.before()
         _ENGINE.run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from penstock.errors import UsageError
-from penstock.pipeline.carry import carried
+from penstock.pipeline.model_state.carry import carried
 from penstock.rules import is_index
 
 if TYPE_CHECKING:
     from penstock.pipeline.deployment import Deployment
-    from penstock.pipeline.state import ModelState
+    from penstock.pipeline.model_state.state import ModelState
 
 
 class WholeValues:

@@ -1,0 +1,44 @@
+"""What one rank is given for a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from penstock.runtime.batch.comparison import Readers
+from penstock.runtime.batch.fingerprint import GivenBatch
+from penstock.runtime.batch.microbatch import Batch
+from penstock.runtime.loss.pair_check import PairCheck
+from penstock.runtime.loss.shares import Shares
+
+
+@dataclass
+class StepInput:
+    """What one step works on, on one rank."""
+
+    batch: Batch
+    shares: Shares  # of each microbatch in the batch's loss
+    loss_fn: Callable[..., Any] | None = None
+    join: Callable[[list[Any]], Any] | None = None  # makes one of all outputs; without it, they are not kept
+    reduce: Callable[..., Any] | None = None  # what is kept of each output; gets the microbatch's loss_kwargs
+    training: bool = True
+    scale: float = 1.0  # of the gradients, for float16
+    recompute: frozenset[int] = frozenset()  # microbatches whose forward runs again in the backward
+    recompute_stages: frozenset[int] = frozenset()  # stages for which all do
+    batch_dims: Mapping[str | int, Any] = field(default_factory=dict)  # where the rows of the batch's tensors are
+    attached: bool = False  # the output goes back to the user's graph: there is no loss here
+    output_gradients: list[list[Tensor | None]] = field(default_factory=list)  # that came from there, by microbatch
+    check: PairCheck | None = None  # of the loss, in a step that needs one
+    replicas: int = 1  # that work on a batch each
+    steps: int | None = None  # that this rank has completed
+    sampled: GivenBatch | None = None  # where ranks compare what they were given
+    readers: Readers | None = None  # which ranks need an argument, where each brings its own
+
+
+class Refused(NamedTuple):
+    """In the place of a step's input: why this rank cannot run what it was given, for all ranks to hear."""
+
+    error: BaseException

@@ -1,0 +1,141 @@
+"""A maintainer finds the tests of a module by its path.
+
+The tests of `src/penstock/a/b/c.py` are in `tests/a/b/test_c.py`, and more of them may be in `test_c_*.py` beside it.
+Where tests go through several modules of a folder at once, they are in the folder's own file instead:
+`tests/a/b/test_b.py` or `tests/a/test_b.py`, also for folders inside of that one. (A whole room, such as `model`, is
+too large for that.) A module without functions needs no tests.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+SOURCE = TESTS.parent / "src" / "penstock"
+
+# Modules whose tests are elsewhere still: take a line out when you move them. Nothing may be added.
+ELSEWHERE = """
+checkpoint/checkpointer.py
+checkpoint/difference.py
+checkpoint/disk/arrays.py
+checkpoint/disk/directory.py
+checkpoint/disk/lock.py
+checkpoint/export.py
+checkpoint/generators.py
+checkpoint/load/loading.py
+checkpoint/named_tensors.py
+checkpoint/save/collecting.py
+checkpoint/save/saving.py
+checkpoint/save/write_plan.py
+checkpoint/single.py
+cli/evaluate.py
+cli/lanes.py
+cli/programs.py
+cli/runs.py
+cli/schedules/costs.py
+cli/schedules/curve.py
+cli/schedules/whatif.py
+cli/train.py
+compat/pipelining/base.py
+compat/pipelining/order.py
+compat/pipelining/stage.py
+compat/pipelining/translated.py
+compat/torchgpipe/errors.py
+errors.py
+files/adapters.py
+files/pretrained_writing.py
+files/tensors.py
+files/weights.py
+integrations/accumulation.py
+integrations/first_rows.py
+integrations/lightning/checkpoint_io.py
+integrations/lightning/checks.py
+integrations/lightning/example.py
+integrations/lightning/logged.py
+integrations/lightning/steps.py
+integrations/model_state.py
+integrations/transformers/accelerator.py
+integrations/transformers/evaluation.py
+integrations/transformers/pipelined.py
+parallel/composition.py
+parallel/data_parallel/gradient_norms.py
+parallel/data_parallel/reduce.py
+parallel/data_parallel/replica_checks.py
+parallel/data_parallel/sharded.py
+parallel/mesh.py
+parallel/parallel_options.py
+parallel/tensor_parallel/tensor_plan.py
+parity_check/tensor_trace.py
+parity_check/uncut.py
+planner/candidates.py
+planner/cluster.py
+planner/layout.py
+planner/plan.py
+planner/price.py
+planner/profile.py
+planner/text.py
+rehearsal/network.py
+rehearsal/rank.py
+rehearsal/stage.py
+rehearsal/transport.py
+schedule/files/drawing.py
+schedule/files/reading.py
+schedule/lowering/gather.py
+schedule/proof/rendezvous.py
+schedule/proof/transfers.py
+train/build.py
+train/data/batch.py
+train/data/chat.py
+train/data/documents.py
+train/data/packing_check.py
+train/data/paths.py
+train/data/records.py
+train/data/tokens.py
+train/data/vocabulary.py
+train/evaluate.py
+train/generation/codec.py
+train/generation/of_transformers.py
+train/generation/opening.py
+train/models/freeze.py
+train/models/gpt.py
+train/run/account.py
+train/run/baseline.py
+train/run/memory.py
+train/run/metrics.py
+train/run/progress.py
+train/run/run_page.py
+train/updates/nonfinite.py
+train/updates/rate.py
+view/advice.py
+view/document.py
+view/memory_curve.py
+view/picture.py
+view/png.py
+view/run.py
+view/stage_table.py
+"""
+
+
+def has_functions(module: Path) -> bool:
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return any(isinstance(node, kinds) for node in ast.walk(ast.parse(module.read_text())))
+
+
+def has_tests(place: Path) -> bool:
+    """Whether there are tests for the module of that path below `src/penstock`, in its own or in a folder's file."""
+    folder, name = TESTS / place.parent, place.stem
+    if (folder / f"test_{name}.py").exists() or any(folder.glob(f"test_{name}_*.py")):
+        return True
+    nearest = [
+        each for each in (folder, *folder.parents) if TESTS in each.parents and len(each.relative_to(TESTS).parts) > 1
+    ] or [folder]
+    return any(
+        (each / f"test_{each.name}.py").exists() or each.with_name(f"test_{each.name}.py").exists() for each in nearest
+    )
+
+
+def test_each_module_has_its_tests_where_its_path_says() -> None:
+    modules = [module for module in SOURCE.rglob("*.py") if not module.stem.startswith("__") and has_functions(module)]
+    places = [module.relative_to(SOURCE) for module in modules]
+    assert sorted(map(str, (place for place in places if not has_tests(place)))) == ELSEWHERE.split()

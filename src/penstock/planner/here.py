@@ -8,13 +8,14 @@ were not run follow from these costs by simulation. Settings take turns, so that
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -166,8 +167,9 @@ def measure(
             for process in running.processes:
                 process.terminate()  # nothing where it has ended
                 process.join()
-        found, peak = torch.load(path / "measured", weights_only=False)  # a file of our own processes
-    return {setting.key: costs for setting, costs in zip(settings, found, strict=True)}, peak
+        found, peak = json.loads((path / "measured.json").read_text())
+    costs = [MeasuredCosts(Costs(**each["costs"]), each["around"], each["spread"]) for each in found]
+    return dict(zip((setting.key for setting in settings), costs, strict=True)), peak
 
 
 def _rank(rank: int, world: int, threads: int, folder: str, config: Any, settings: Any, rounds: int) -> None:
@@ -188,7 +190,7 @@ def _rank(rank: int, world: int, threads: int, folder: str, config: Any, setting
                     turns[run].append(run.turn())
             found += [run.measured(turns[run][WARM_UP:]) for run in runs]
     if rank == 0:
-        torch.save((found, peak), Path(folder, "measured"))
+        Path(folder, "measured.json").write_text(json.dumps(([asdict(each) for each in found], peak)))
     dist.barrier()
     dist.destroy_process_group()
 

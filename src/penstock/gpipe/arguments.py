@@ -20,7 +20,9 @@ from penstock.runtime.batch.batch_options import BatchOptions
 
 CALL_RULES = {
     "chunks": ArgumentRule(
-        lambda value: is_count(value) and value >= 1, "pass the number of microbatches, at least 1", or_none=False
+        lambda value: is_count(value) and value >= 1,
+        "pass the number of microbatches, a whole number of at least 1",
+        or_none=False,
     ),
     "checkpoint": choice("always", "except_last", "never"),
 }

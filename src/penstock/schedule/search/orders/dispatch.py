@@ -1,8 +1,8 @@
 """Orders made by running the pipeline: each rank takes what a rule prefers among what is there.
 
 A rank that is free looks at the forwards and input backwards that have arrived. Forwards and
-backwards take turns; rules differ in whose turn it is, which stage goes first, whether to
-wait a little for the preferred kind, and how far early stages may run ahead of the last.
+backwards take turns; rules differ in whose turn it is, which stage goes first, and whether to
+wait a little for the preferred kind.
 
 Two things make this a search and not one heuristic:
 
@@ -43,12 +43,9 @@ class Rule:
     forward: Literal["deep", "rested", "same", "old"] = "deep"  # which stage's F goes first
     input: Literal["deep", "shallow", "rested", "same", "old"] = "deep"  # which stage's I goes first
     patience: float = 0.0  # how long to wait for the kind whose turn it is, in forwards
-    lead: tuple[float, float] | None = None  # microbatches ahead of the last stage: at the last rank, more per rank
-    tightness: int = 0  # stage forwards of memory left alone
     input_time: float = 1.0  # the clock: of I and W in units of true forwards, of a hop in true hops
     weight_time: float = 0.3
     hop_time: float = 0.0
-    overrun: float = 0.0
 
 
 def dispatch(problem: Problem, rule: Rule) -> Orders:
@@ -80,9 +77,6 @@ class _Dispatch:
         self.weight_time = _scaled(weight, rule.weight_time * mean)
         self.patience = rule.patience * mean
         self.hops = [sum(problem.wires[place * count][:2]) * rule.hop_time for place in range(2 * stages)]
-        self.caps = [cap - rule.tightness * max(problem.most) for cap in problem.caps]
-        self.caps = [max(cap, problem.least_memory(rank) * (1 + EPSILON)) for rank, cap in enumerate(self.caps)]
-        self.leads = [_lead(rule, ranks - 1 - rank, count) for rank in range(ranks)]
         self.forwards: list[deque[tuple[float, int]]] = [deque() for _ in range(stages)]
         self.inputs: list[deque[tuple[float, int]]] = [deque() for _ in range(stages)]
         self.forwards[0].extend((0.0, microbatch) for microbatch in range(count))
@@ -107,7 +101,7 @@ class _Dispatch:
             self._run_weight(rank, now)  # it is the forward's turn: make room for it
         elif inputs:
             stage = self._pick(rank, inputs, self.inputs, rule.input, self.problem.stages)
-            if owed and self.held[rank] + self.problem.input_room[stage] > self.caps[rank]:
+            if owed and self.held[rank] + self.problem.input_room[stage] > self.problem.caps[rank]:
                 self._run_weight(rank, now)  # it recomputes, and there is no room
             else:
                 self._run_input(rank, now, stage)
@@ -115,7 +109,7 @@ class _Dispatch:
             self._run_forward(rank, now, self._pick(rank, forwards, self.forwards, rule.forward, 0))
         elif owed and not forwards:
             gap = min(next_input, next_forward) - now
-            if blocked or gap >= (1 - rule.overrun) * self.weight_time[owed[0]] - EPSILON:
+            if blocked or gap >= self.weight_time[owed[0]] - EPSILON:
                 self._run_weight(rank, now)
 
     def _inputs(self, rank: int, now: float) -> tuple[list[int], float]:
@@ -136,15 +130,13 @@ class _Dispatch:
         stages, most, done = self.stages_of[rank], self.problem.most, self.done
         oldest = done[stages[-1]]  # of those that have not passed all stages here
         reserved = sum([most[stage] for stage in stages if done[stage] <= oldest])
-        room = self.caps[rank] - self.problem.spare[rank] - self.held[rank]
+        room = self.problem.caps[rank] - self.problem.spare[rank] - self.held[rank]
         there, soon, blocked = [], NEVER, False
         for stage in stages:
             queue = self.forwards[stage]
             if not queue:
                 continue
             arrival, microbatch = queue[0]
-            if stage != stages[-1] and microbatch - oldest >= self.leads[rank]:
-                continue
             need = most[stage] + (0.0 if microbatch == oldest else reserved)
             if arrival > now + EPSILON:
                 if need <= room and arrival < soon:
@@ -217,9 +209,3 @@ def _scaled(times: list[float], mean: float) -> list[float]:
     """The same proportions around another mean."""
     now = sum(times) / len(times)
     return [time * mean / now for time in times] if now else times
-
-
-def _lead(rule: Rule, below: int, microbatches: int) -> float:
-    if rule.lead is None:
-        return microbatches
-    return max(1.0, rule.lead[0] + rule.lead[1] * below)

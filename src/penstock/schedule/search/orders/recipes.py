@@ -135,20 +135,15 @@ def drawn(problem: Problem, like: Recipe | None, generator: random.Random) -> Re
     return replace(like, **{name: choices[name] for name in changed})
 
 
-def _rule(problem: Problem, generator: random.Random) -> dict[str, Any]:
-    per_rank, ranks = problem.placement.stages_per_rank, problem.ranks
-    lead = (generator.uniform(0.2, 0.8) * per_rank * ranks, generator.uniform(0.0, 1.2))
+def _rule(_: Problem, generator: random.Random) -> dict[str, Any]:
     return {
         "turn": generator.choice(("alternate", "alternate", "alternate", "forward", "input")),
         "forward": generator.choice(("deep", "deep", "rested", "same", "old")),
         "input": generator.choice(("deep", "shallow", "rested", "same", "old")),
         "patience": generator.choice((0.0, 0.0, 0.5, 1.01)),
-        "lead": generator.choice((None, lead)) if per_rank > 1 else None,
-        "tightness": generator.choice((0, 0, 0, 1, 2)),
         "input_time": generator.uniform(0.7, 1.4),
         "weight_time": generator.uniform(0.1, 1.2),
         "hop_time": generator.choice((0.0, 0.0, 1.0, generator.uniform(0.0, 3.0))),
-        "overrun": generator.choice((0.0, 0.3, 0.6)),
     }
 
 

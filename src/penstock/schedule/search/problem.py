@@ -146,7 +146,7 @@ class Problem:
 
     @cached_property
     def between(self) -> list[int]:
-        """How many W each rank should keep for the time between two steps that overlap, until its next forward is there.
+        """How many W each rank should keep for the time between two steps that overlap, until its next F is there.
 
         Its last I is of its first stage. From there the gradient goes to the first stage, and the first forward of the
         next step comes from there.

@@ -65,9 +65,8 @@ def _change(
 ) -> tuple[int, list[int] | None]:
     """A rank, and its row after one change; None where the change drawn is not allowed."""
     draw = generator.random()
-    if problem.objective == "steady" and gaps and generator.random() < 0.5:
-        of_first = [gap for gap in gaps if gap[0] == problem.placement.by_stage[0]]  # it begins first and ends last
-        return _sooner(problem, orders, generator.choice(of_first if of_first and draw < 0.5 else gaps), generator)
+    if problem.objective == "steady" and gaps and draw < 0.6:
+        return _sooner(problem, orders, _gap_of_first_rank(problem, orders, gaps, generator), generator)
     if draw < 0.5 and gaps:
         rank, place = gaps[generator.randrange(len(gaps))]
     else:
@@ -82,6 +81,15 @@ def _change(
     if generator.random() < 0.5:
         return rank, _earlier(problem, row, place, far)
     return rank, _later(problem, row, place, far)
+
+
+def _gap_of_first_rank(
+    problem: Problem, orders: list[list[int]], gaps: list[tuple[int, int]], generator: random.Random
+) -> tuple[int, int]:
+    """Where the first rank, which begins first and ends last, idles after its first I; any gap where it does not."""
+    rank = problem.placement.by_stage[0]
+    filled = next(place for place, x in enumerate(orders[rank]) if x >= problem.size)
+    return generator.choice([gap for gap in gaps if gap[0] == rank and gap[1] > filled] or gaps)
 
 
 def _sooner(

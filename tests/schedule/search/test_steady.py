@@ -1,0 +1,118 @@
+"""`search(objective="steady")`: the time per step where steps overlap, and not the makespan of one step."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.errors import UsageError
+from penstock.schedule import (
+    FAMILIES,
+    Costs,
+    Placement,
+    build,
+    lower,
+    search_report,
+    simulate,
+    stage_costs,
+    steady_state,
+    verify,
+)
+from penstock.schedule.search.problem import Problem
+from penstock.schedule.search.steady_bound import steady_bound
+
+TRAINING = [name for name in FAMILIES if name != "forward-only"]
+SMALL = 8, 24, Costs(forward=18.522, input=18.086, weight=9.337, hop=0.601)  # published times, in ms
+MIDDLE = 16, 64, Costs(forward=11.307, input=11.254, weight=8.101, hop=0.379)
+ROUNDING = 1 + 1e-9
+
+
+def problem(ranks: int, microbatches: int, costs: Costs, legs: int, memory: float) -> Problem:
+    each = stage_costs(costs, legs)
+    return Problem(Placement.v(ranks, legs), microbatches, each, (memory,) * ranks, objective="steady")
+
+
+def test_the_value_is_the_period_and_no_family_that_fits_has_a_shorter_one() -> None:
+    costs = Costs(forward=1.0, input=1.0, weight=0.4, hop=0.2)
+    found = search_report(4, 10, costs, memory=4, objective="steady", effort=300)
+    verify(lower(found.schedule), steps=2)
+    assert found.value == found.steady.period == steady_state(found.schedule, found.costs).period
+    assert found.lower_bound <= found.value * ROUNDING
+    assert max(found.timeline.peak_memory) <= 4 * ROUNDING
+    for name in TRAINING:
+        schedule = build(name, 4, 10)
+        each = stage_costs(costs, schedule.placement.stages_per_rank)
+        if max(simulate(schedule, each).peak_memory) <= 4 * ROUNDING:
+            assert found.value <= steady_state(schedule, each).period * ROUNDING
+
+
+def test_with_equal_costs_and_free_hops_no_rank_ever_idles() -> None:
+    found = search_report(4, 12, memory=4, objective="steady", effort=50)
+    assert found.proved
+    assert found.steady.idle == pytest.approx(0.0)
+    assert found.timeline.bubble > 0.01
+
+
+def test_more_is_gained_than_by_a_search_for_the_makespan() -> None:
+    ranks, microbatches, costs = 4, 12, SMALL[2]
+    idle = {
+        objective: search_report(ranks, microbatches, costs, ranks, objective=objective, effort=100).steady.idle
+        for objective in ("makespan", "span", "steady")
+    }
+    assert idle["steady"] < 0.7 * min(idle["makespan"], idle["span"])
+
+
+@pytest.mark.parametrize(
+    ("case", "effort", "most"), [(SMALL, 20, 0.0375), pytest.param(MIDDLE, 8, 0.0235, marks=pytest.mark.slow)]
+)
+def test_published_times_in_the_memory_of_1f1b(case: tuple[int, int, Costs], effort: int, most: float) -> None:
+    """A search for the makespan gives .0668 and .0400."""
+    ranks, microbatches, costs = case
+    found = search_report(ranks, microbatches, costs, ranks, 4, "v", objective="steady", effort=effort)
+    verify(lower(found.schedule), steps=2)
+    assert found.steady.idle <= most
+    assert max(found.timeline.peak_memory) <= ranks * ROUNDING
+
+
+def test_the_same_effort_gives_the_same_schedule() -> None:
+    asked = {"memory": 3.0, "stages_per_rank": 4, "placements": "v", "objective": "steady", "effort": 60}
+    costs = Costs(forward=1.0, input=1.1, weight=0.6, hop=0.1)
+    first, again = (search_report(3, 7, costs, seed=5, **asked) for _ in range(2))
+    assert first.schedule == again.schedule
+
+
+@pytest.mark.parametrize("legs", [2, 4, 6, 8, 10])
+def test_at_the_published_times_memory_and_hops_keep_equal_stages_on_a_v_above_two_hundredths(legs: int) -> None:
+    """With few legs the last rank runs out of W between two steps; with many, the hops of the fill take longer."""
+    ranks, microbatches, costs = SMALL
+    period = steady_bound(problem(ranks, microbatches, costs, legs, ranks))
+    work = microbatches * (18.522 + 18.086 + 9.337)
+    assert 1 - work / period > 0.025
+    assert steady_bound(problem(ranks, microbatches, costs, legs, 2 * ranks)) == pytest.approx(work)  # twice the memory
+
+
+def test_the_bound_of_a_v_is_what_its_formula_says() -> None:
+    ranks, microbatches, costs = SMALL
+    idle = 7 * (18.522 + 18.086) / 4 + 9.337 / 4 + 2 * 5 * 7 * 0.601 - 8 * 9.337
+    expected = microbatches * (18.522 + 18.086 + 9.337) + idle
+    assert steady_bound(problem(ranks, microbatches, costs, 4, ranks)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("hop", [0.0, 0.3])
+@pytest.mark.parametrize("family", TRAINING)
+def test_no_family_beats_the_bound(family: str, hop: float) -> None:
+    schedule = build(family, 3, 7)
+    each = stage_costs(Costs(forward=1.2, input=1.0, weight=0.5, hop=hop), schedule.placement.stages_per_rank)
+    caps = simulate(schedule, each).peak_memory
+    priced = Problem(schedule.placement, 7, each, caps, objective="steady")
+    assert steady_bound(priced) <= steady_state(schedule, each).period * ROUNDING
+
+
+def test_where_halves_do_not_fit_a_family_with_full_backwards_is_priced_by_its_period() -> None:
+    costs = Costs(activation=1.0, held=3.0)
+    found = search_report(2, 4, costs, memory=2.0, stages_per_rank=1, objective="steady", effort=20)
+    assert found.value == pytest.approx(steady_state(found.schedule, found.costs).period)
+
+
+def test_layers_are_cut_for_the_makespan_only() -> None:
+    with pytest.raises(UsageError, match="objective='steady' is for costs by rank or stage"):
+        search_report(2, 4, layers=[1.0, 1.0, 1.0, 1.0], objective="steady")

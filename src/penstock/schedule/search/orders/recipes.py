@@ -1,6 +1,6 @@
 """Ways to make an order, as values: what a search begins with, draws at random and changes a little.
 
-A `Rule` works on any placement, a `Grouping` is for loops, a `Rhythm` for Vs and a `Wave` for Vs whose steps overlap.
+A `Rule` works on any placement, a `Grouping` is for loops, a `Rhythm` for Vs and a `Wave` for Vs in 1F1B's memory.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def first_recipes(problem: Problem) -> list[Recipe]:
     if problem.ranks == 1 or problem.stages == problem.ranks:
         return list(RULES)
     if _is_v(problem.placement):
-        return [*WAVES, *RULES] if problem.objective == "steady" else [*RHYTHMS, *RULES]
+        if problem.objective == "steady":
+            return [*WAVES, *RULES]
+        return [*WAVES, *RHYTHMS, *RULES] if _holds_waves(problem) else [*RHYTHMS, *RULES]
     lap = _lap(problem.placement)
     return [*(Grouping(size, patience) for size in _sizes(problem, lap) for patience in PATIENCES if lap > 1), *RULES]
 
@@ -81,6 +83,12 @@ def _is_v(placement: Placement) -> bool:
     row = placement.by_stage[: placement.ranks]
     turns = len(placement.by_stage) // placement.ranks
     return placement.by_stage == tuple(rank for turn in range(turns) for rank in row[:: -1 if turn % 2 else 1])
+
+
+def _holds_waves(problem: Problem) -> bool:
+    """Has each rank as many legs as a wave needs to be short, and memory for a group?"""
+    held = max(sum(problem.most[stage] for stage in problem.placement.stages_of(rank)) for rank in range(problem.ranks))
+    return problem.placement.stages_per_rank >= 4 and min(problem.caps) >= problem.ranks * held
 
 
 def _lap(placement: Placement) -> int:

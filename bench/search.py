@@ -6,7 +6,8 @@
 
 Times of the published rows are in ms, as profiled: ranks, microbatches, F, I, W, hop. `cpu` is
 `time.process_time` of the whole call. The gap is to a lower bound over everything that was
-allowed, so it is at least the distance to the best schedule there is.
+allowed, so it is at least the distance to the best schedule there is. The second table is of steps that overlap: what
+the search for the makespan gives there, and the one for the period.
 """
 
 from __future__ import annotations
@@ -70,6 +71,27 @@ COLUMNS = [
 ]
 
 
+STEADY_COLUMNS = [
+    Column("ranks", 5),
+    Column("microbatches", 5, head="mbs"),
+    Column("searched for", 13),
+    Column("period", 10, "{:.3f}"),
+    Column("steady idle %", 14, "{:.2f}"),
+    Column("idle %", 7, "{:.2f}"),
+    Column("chosen", 7),
+    Column("cpu s", 0, "{:.2f}"),
+]
+
+
+def steady(ranks: int, microbatches: int, costs: Costs, objective: Any, seconds: float) -> list[object]:
+    """A row of the second table: a search in 1F1B's memory, priced where steps overlap."""
+    begin = time.process_time()
+    found = search_report(ranks, microbatches, costs, ranks, objective=objective, seconds=seconds)
+    cpu, chosen = time.process_time() - begin, f"{found.chosen.placement} x{found.chosen.stages_per_rank}"
+    idle = 100 * found.steady.idle, 100 * found.timeline.bubble
+    return [ranks, microbatches, objective, found.steady.period, *idle, chosen, cpu]
+
+
 def main() -> None:
     def more(parser: Any) -> None:
         parser.add_argument("--seconds", type=float, default=5.0, help="for each answer (5)")
@@ -85,6 +107,11 @@ def main() -> None:
         for ranks, microbatches, goal in () if settings.quick else LARGE:
             cells, cpu = measure(ranks, microbatches, Costs(11.0, 11.0, 8.0, hop=0.4), ranks, UP_TO_FOUR, 1.0)
             table.row(*cells, Goal(cpu, goal), None, None)
+        table = settings.report.table(0, "steps that overlap, in 1F1B's memory", STEADY_COLUMNS)
+        for ranks, microbatches, forward, backward, weight, hop in PUBLISHED[: 1 if settings.quick else None]:
+            for objective in ("makespan", "steady"):
+                costs = Costs(forward, backward, weight, hop=hop)
+                table.row(*steady(ranks, microbatches, costs, objective, seconds))
 
 
 if __name__ == "__main__":

@@ -53,19 +53,26 @@ def test_with_equal_costs_and_free_hops_no_rank_ever_idles() -> None:
 
 
 def test_more_is_gained_than_by_a_search_for_the_makespan() -> None:
-    ranks, microbatches, costs = 4, 12, SMALL[2]
-    idle = {
-        objective: search_report(ranks, microbatches, costs, ranks, objective=objective, effort=100).steady.idle
-        for objective in ("makespan", "span", "steady")
-    }
-    assert idle["steady"] < 0.7 * min(idle["makespan"], idle["span"])
+    ranks, microbatches, costs = SMALL
+    single = search_report(ranks, microbatches, costs, ranks, 4, "v", effort=20)
+    found = search_report(ranks, microbatches, costs, ranks, 4, "v", objective="steady", effort=20)
+    assert single.timeline.bubble < found.timeline.bubble  # alone, the other one is better
+    assert found.steady.idle < 0.9 * single.steady.idle
+
+
+def test_waves_reach_the_bound_of_a_single_step_too() -> None:
+    """At 1F1B's memory, where .062 was the least that was found, and on a loop."""
+    ranks, microbatches, costs = SMALL
+    found = search_report(ranks, microbatches, costs, ranks, effort=200)
+    assert found.proved
+    assert found.timeline.bubble == pytest.approx(0.0456, abs=1e-4)
 
 
 @pytest.mark.parametrize(
     ("case", "effort", "most"), [(SMALL, 20, 0.0375), pytest.param(MIDDLE, 8, 0.0235, marks=pytest.mark.slow)]
 )
 def test_published_times_in_the_memory_of_1f1b(case: tuple[int, int, Costs], effort: int, most: float) -> None:
-    """A search for the makespan gives .0668 and .0400."""
+    """Before there were waves, searches gave .0668 and .0400."""
     ranks, microbatches, costs = case
     found = search_report(ranks, microbatches, costs, ranks, 4, "v", objective="steady", effort=effort)
     verify(lower(found.schedule), steps=2)

@@ -1,6 +1,6 @@
 """Ways to make an order, as values: what a search begins with, draws at random and changes a little.
 
-A `Rule` works on any placement, a `Grouping` is for loops, a `Rhythm` for Vs and a `Wave` for Vs whose steps overlap.
+A `Rule` works on any placement, a `Grouping` is for loops, a `Rhythm` for Vs and a `Wave` for Vs in 1F1B's memory.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def first_recipes(problem: Problem) -> list[Recipe]:
     if _is_v(problem.placement):
         if problem.objective == "steady":
             return [*WAVES, *RULES]
-        return [*(PACED if _is_tight(problem) else ()), *RHYTHMS, *RULES]
+        if _is_tight(problem):
+            return [*PACED, *RHYTHMS, *RULES]
+        return [*WAVES, *RHYTHMS, *RULES] if _holds_waves(problem) else [*RHYTHMS, *RULES]
     lap = _lap(problem.placement)
     patiences = PATIENCES[::-1] if _is_tight(problem) else PATIENCES  # ranks wait for memory, not for each other
     return [*(Grouping(size, patience) for size in _sizes(problem, lap) for patience in patiences if lap > 1), *RULES]
@@ -90,8 +92,17 @@ def _is_v(placement: Placement) -> bool:
 
 def _is_tight(problem: Problem) -> bool:
     """Is memory too short for ranks that never wait?"""
-    held = max(sum(problem.most[stage] for stage in problem.placement.stages_of(rank)) for rank in range(problem.ranks))
-    return min(problem.memory) < TIGHT * problem.ranks * held
+    return min(problem.memory) < TIGHT * problem.ranks * _most_held(problem)
+
+
+def _holds_waves(problem: Problem) -> bool:
+    """Has each rank as many legs as a wave needs to be short, and memory for a group?"""
+    return problem.placement.stages_per_rank >= 4 and min(problem.caps) >= problem.ranks * _most_held(problem)
+
+
+def _most_held(problem: Problem) -> float:
+    """What a microbatch holds on the rank where it holds most."""
+    return max(sum(problem.most[stage] for stage in problem.placement.stages_of(rank)) for rank in range(problem.ranks))
 
 
 def _lap(placement: Placement) -> int:

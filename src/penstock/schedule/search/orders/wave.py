@@ -1,4 +1,4 @@
-"""Orders on a V for steps that overlap: groups of microbatches that fill all memory, so that ranks idle little.
+"""Orders on a V in 1F1B's memory: groups of microbatches that fill all of it, made for steps that overlap.
 
 Where steps overlap, a rank idles at the boundary of two steps: from its last I to its first F of the next step it
 can run nothing but W, and from its first F to its first I nothing but F. Memory says how many of each there can be. So

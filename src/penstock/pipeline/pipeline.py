@@ -31,7 +31,8 @@ from penstock.pipeline.construction import Construction
 from penstock.pipeline.rebalance import apply_cut, propose_cut
 from penstock.pipeline.save_pretrained import save_pretrained
 from penstock.pipeline.state import ModelState
-from penstock.pipeline.train_steps import StepLoop, StepParts, TrainedStep
+from penstock.pipeline.train_steps import StepLoop, StepParts
+from penstock.pipeline.trained_step import TrainedStep
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.result import StepResult
 from penstock.runtime.engine.foreign_leaves import watch_leaves

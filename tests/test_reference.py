@@ -56,7 +56,7 @@ HELD = [  # classes that users get from a call and have no name of their own in 
     "penstock.model.balance.proposal.Proposal",
     "penstock.parity_check.parity.Parity",
     "penstock.planner.ranking.Plan",
-    "penstock.pipeline.train_steps.TrainedStep",
+    "penstock.pipeline.trained_step.TrainedStep",
     "penstock.planner.ranking.Plans",
     "penstock.rehearsal.faults.PlannedFault",
     "penstock.rehearsal.rank.Notice",

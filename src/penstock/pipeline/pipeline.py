@@ -31,7 +31,8 @@ from penstock.pipeline.construction import Construction
 from penstock.pipeline.model_state.save_pretrained import save_pretrained
 from penstock.pipeline.model_state.state import ModelState
 from penstock.pipeline.rebalance import apply_cut, propose_cut
-from penstock.pipeline.train_steps import StepLoop, StepParts, TrainedStep
+from penstock.pipeline.train_steps import StepLoop, StepParts
+from penstock.pipeline.trained_step import TrainedStep
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.engine.foreign_leaves import watch_leaves
 from penstock.runtime.engine.handlers import Handler

@@ -40,10 +40,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from penstock.optim.scaler import GradScaler
 from penstock.optim.snapshot import UpdateSnapshot
@@ -51,6 +49,7 @@ from penstock.optim.updates import AS_IS, ORDER, Updates, Verdict
 from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.model_state.state import ModelState
+from penstock.pipeline.trained_step import CALL, Abandoned, FailedHere, TrainedStep, UncollectedStep, explain, trained
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import EndedStep, StepResult, replica_report, result_of
 from penstock.runtime.engine.step_input import Refused
@@ -59,26 +58,6 @@ from penstock.schedule import Schedule, verify
 
 TRUST = 4  # right guesses in a row, after a wrong one, before updates are made early again
 KEPT = 64  # programs whose proof is remembered
-CALL = "train_steps()"
-
-
-@dataclass(frozen=True)
-class TrainedStep(StepResult):
-    """What `train_steps` yields for each step: the result of the step, and what became of the update.
-
-    Attributes:
-        loss: The loss of the whole batch. It has no graph: gradients are already computed.
-        losses: One loss per microbatch, in order.
-        extra_losses: The mean of each loss that stages passed to `add_loss`, by name.
-        output: Always `None`; for outputs, use `step`.
-        norm: The norm of all gradients before clipping, if `clip` or `skip_nonfinite` asked for it.
-        updated: Whether the weights were updated.
-        together: Why all ranks ended this step together, such as `"record()"`; empty if it overlapped with others.
-    """
-
-    norm: Tensor | None = None
-    updated: bool = True
-    together: str = ""
 
 
 @dataclass
@@ -96,34 +75,6 @@ class StepParts:
     is_recording: Callable[[], bool]
 
 
-@dataclass
-class _Uncollected:
-    """A step that is done on this rank, and whose reports are still to be collected."""
-
-    number: int
-    ended: EndedStep
-    count: int  # of microbatches
-    transaction: Transaction
-    verdict: Verdict = AS_IS
-    can_be_undone: bool = False  # with its update
-
-
-class _Abandoned(Exception):
-    """The step that runs counts for nothing: the one before it failed (`error`), or was updated wrongly (None).
-
-    `interrupt`: what the user has ended the step that runs by, if so; it must not be lost with the step.
-    """
-
-    def __init__(self, error: BaseException | None) -> None:
-        super().__init__()
-        self.error = error
-        self.interrupt: BaseException | None = None
-
-
-class _FailedHere(Exception):
-    """Ends a step that has failed on this rank inside its transaction; what is raised comes with the reports."""
-
-
 class StepLoop:
     """One run of `train_steps` on one process."""
 
@@ -132,7 +83,7 @@ class StepLoop:
     def __init__(self, parts: StepParts, updates: Updates) -> None:
         self._parts, self._updates = parts, updates
         self._snapshot = UpdateSnapshot(updates.optimizer, updates.scheduler)
-        self._uncollected: _Uncollected | None = None
+        self._uncollected: UncollectedStep | None = None
         self._done: deque[TrainedStep] = deque()
         self._right = TRUST  # guesses in a row
         self._number = 0
@@ -171,7 +122,7 @@ class StepLoop:
         with self._parts.deployment.ranks.in_call("settle()"):
             try:
                 self._collect()
-            except _Abandoned as abandoned:
+            except Abandoned as abandoned:
                 self._make_right(before, abandoned)
 
     def _call(self, batch: Any) -> Call:
@@ -219,7 +170,7 @@ class StepLoop:
                 norm = state.grad_norm(ORDER)
                 parts = [(norm.item(), norm.dtype)]
             verdict = updates.judge(parts, None if result.loss is None else result.loss.item())
-            self._done.append(_trained(result, verdict, self._update(verdict), why))
+            self._done.append(trained(result, verdict, self._update(verdict), why))
 
     def _scaler(self) -> GradScaler | None:
         scaler = self._parts.state.scaler
@@ -248,7 +199,7 @@ class StepLoop:
             try:
                 self._run_and_update(call)
                 return
-            except _Abandoned as abandoned:
+            except Abandoned as abandoned:
                 interrupt = abandoned.interrupt
                 assert before is not None
                 ranks.reset()  # what the abandoned run left behind, if it failed
@@ -275,7 +226,7 @@ class StepLoop:
         """Whether there are gradients from before this loop, which no snapshot has."""
         return self._uncollected is None and any(each.grad is not None for each in self._parts.state.parameters())
 
-    def _run(self, call: Call, waits: bool, refused: BaseException | None) -> _Uncollected:
+    def _run(self, call: Call, waits: bool, refused: BaseException | None) -> UncollectedStep:
         """Run a step here, collect the reports of the one before it, and post the report of this one.
 
         With `waits`, all reports of this one are collected too. What is `refused` is not run, but told to all ranks.
@@ -285,14 +236,14 @@ class StepLoop:
         parts.take_count(parts.batches.take_lengths(call, alone=True))
         program, transaction = self._program(), parts.transactions[self._number % 2]
         failed = None if self._uncollected is None else self._uncollected.ended.failure
-        mine: _Uncollected
+        mine: UncollectedStep
         try:
             with transaction(training=True, loss_fn=parts.loss_fn()):
                 ended = self._run_without_exchange(call, program, refused or failed)
-                mine = _Uncollected(self._number, ended, program.microbatches, transaction)
+                mine = UncollectedStep(self._number, ended, program.microbatches, transaction)
                 try:
                     self._collect(runs=True)
-                except _Abandoned as abandoned:
+                except Abandoned as abandoned:
                     abandoned.interrupt = ended.interrupt
                     raise
                 if ended.failure is None and self._updates.depends_on_all:
@@ -302,10 +253,10 @@ class StepLoop:
                 else:
                     ended.post()
                 if ended.failure is not None:
-                    raise _FailedHere
+                    raise FailedHere
                 deployment.ranks.end_batch()
                 deployment.counter.step += 1
-        except _FailedHere:
+        except FailedHere:
             pass
         return mine
 
@@ -325,7 +276,7 @@ class StepLoop:
             return deployment.ranks.run_without_exchange(program, given)
 
     def _collect(self, runs: bool = False) -> None:
-        """Read the reports of the step that is past. Raises `_Abandoned` if it failed, or was updated wrongly.
+        """Read the reports of the step that is past. Raises `Abandoned` if it failed, or was updated wrongly.
 
         With `runs`, this rank has run another step since, which all ranks then leave with nothing on the wires. A wait
         that Ctrl-C has ended leaves the reports to be collected later.
@@ -334,32 +285,32 @@ class StepLoop:
         assert transport is not None
         if before is None:
             return
-        abandoned: _Abandoned | None = None
+        abandoned: Abandoned | None = None
         try:
             self._read(before)
         except BaseException as error:  # raised again, once this step is undone
             if isinstance(error, KeyboardInterrupt) and not before.ended.told:
                 raise
-            _explain(error, before)
-            abandoned = _Abandoned(error)
+            explain(error, before)
+            abandoned = Abandoned(error)
         self._uncollected = None
         if abandoned is None and not before.verdict.as_is:
-            abandoned = _Abandoned(None)
+            abandoned = Abandoned(None)
         if abandoned is not None:
             if runs and before.ended.told and transport.broken is None:  # so all ranks know, and do the same
                 transport.exchange(None)
             raise abandoned
 
-    def _read(self, step: _Uncollected, together: str = "") -> None:
+    def _read(self, step: UncollectedStep, together: str = "") -> None:
         """The reports of a step, as its verdict and its result; raises what went wrong anywhere."""
         reports = step.ended.reports()
         result = result_of(reports, [replica_report(reports, step.count)], None)
         loss = None if result.loss is None else result.loss.item()
         step.verdict = self._updates.judge([report.norm for report in reports], loss)
         self._right = self._right + 1 if step.verdict.as_is else 0
-        self._done.append(_trained(result, step.verdict, step.verdict.applied, together))
+        self._done.append(trained(result, step.verdict, step.verdict.applied, together))
 
-    def _make_right(self, before: _Uncollected, abandoned: _Abandoned) -> None:
+    def _make_right(self, before: UncollectedStep, abandoned: Abandoned) -> None:
         """Where a step was updated wrongly, make the right update; where it failed elsewhere, undo it, and raise."""
         error = abandoned.error
         if error is None:
@@ -371,7 +322,7 @@ class StepLoop:
             raise abandoned.interrupt from error
         raise error from error.__cause__
 
-    def _undo(self, step: _Uncollected, error: BaseException) -> None:
+    def _undo(self, step: UncollectedStep, error: BaseException) -> None:
         """Undo a step that is complete here, with its update, because it failed on another rank."""
         counter, parts = self._parts.deployment.counter, self._parts
         counter.step -= 1
@@ -381,23 +332,3 @@ class StepLoop:
             counter.step += 1  # so that no rank goes on: the models no longer belong together
             error.add_note("this rank could not undo all of it: load a checkpoint on every rank")
         parts.deployment.ranks.give_back()
-
-
-def _trained(result: StepResult, verdict: Verdict, updated: bool, together: str = "") -> TrainedStep:
-    values = {each.name: getattr(result, each.name) for each in fields(StepResult)}
-    return TrainedStep(**values, norm=verdict.norm, updated=updated, together=together)
-
-
-def _explain(error: BaseException, step: _Uncollected) -> None:
-    """Which step it was, and what became of the weights, as a note of the error."""
-    told = step.ended.told
-    failed = [rank for rank, report in enumerate(told) if report.failure is not None]
-    text = f"in step {step.number} of {CALL}, counted from 0"
-    if told and (len(failed) == len(told) or step.can_be_undone):
-        text += "; it is undone on every rank, and the weights are those of the step before it"
-    elif failed:
-        text += (
-            f"; rank {', '.join(map(str, failed))} could not end it, and the others had ended it and updated their "
-            f"weights, so that the ranks no longer belong together: load a checkpoint on every rank"
-        )
-    error.add_note(text)

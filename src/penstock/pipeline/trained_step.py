@@ -1,0 +1,81 @@
+"""One step of `Pipeline.train_steps`: what is yielded of it, and what is known of it until reports are collected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+from penstock.optim.updates import AS_IS, Verdict
+from penstock.runtime.engine.report import EndedStep, StepResult
+from penstock.runtime.state.transaction import Transaction
+
+CALL = "train_steps()"
+
+
+@dataclass(frozen=True)
+class TrainedStep(StepResult):
+    """What `train_steps` yields for each step: the result of the step, and what became of the update.
+
+    Attributes:
+        loss: The loss of the whole batch. It has no graph: gradients are already computed.
+        losses: One loss per microbatch, in order.
+        extra_losses: The mean of each loss that stages passed to `add_loss`, by name.
+        output: Always `None`; for outputs, use `step`.
+        norm: The norm of all gradients before clipping, if `clip` or `skip_nonfinite` asked for it.
+        updated: Whether the weights were updated.
+        together: Why all ranks ended this step together, such as `"record()"`; empty if it overlapped with others.
+    """
+
+    norm: Tensor | None = None
+    updated: bool = True
+    together: str = ""
+
+
+@dataclass
+class UncollectedStep:
+    """A step that is done on this rank, and whose reports are still to be collected."""
+
+    number: int
+    ended: EndedStep
+    count: int  # of microbatches
+    transaction: Transaction
+    verdict: Verdict = AS_IS
+    can_be_undone: bool = False  # with its update
+
+
+class Abandoned(Exception):
+    """The step that runs counts for nothing: the one before it failed (`error`), or was updated wrongly (None).
+
+    `interrupt`: what the user has ended the step that runs by, if so; it must not be lost with the step.
+    """
+
+    def __init__(self, error: BaseException | None) -> None:
+        super().__init__()
+        self.error = error
+        self.interrupt: BaseException | None = None
+
+
+class FailedHere(Exception):
+    """Ends a step that has failed on this rank inside its transaction; what is raised comes with the reports."""
+
+
+def trained(result: StepResult, verdict: Verdict, updated: bool, together: str = "") -> TrainedStep:
+    """The result of a step with what became of its update."""
+    values = {each.name: getattr(result, each.name) for each in fields(StepResult)}
+    return TrainedStep(**values, norm=verdict.norm, updated=updated, together=together)
+
+
+def explain(error: BaseException, step: UncollectedStep) -> None:
+    """Which step it was, and what became of the weights, as a note of the error."""
+    told = step.ended.told
+    failed = [rank for rank, report in enumerate(told) if report.failure is not None]
+    text = f"in step {step.number} of {CALL}, counted from 0"
+    if told and (len(failed) == len(told) or step.can_be_undone):
+        text += "; it is undone on every rank, and the weights are those of the step before it"
+    elif failed:
+        text += (
+            f"; rank {', '.join(map(str, failed))} could not end it, and the others had ended it and updated their "
+            f"weights, so that the ranks no longer belong together: load a checkpoint on every rank"
+        )
+    error.add_note(text)

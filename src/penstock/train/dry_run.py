@@ -98,7 +98,8 @@ def _memory(config: TrainConfig, pipe: Pipeline, activations: list[float] | None
     placement, ranks = pipe.schedule.placement, pipe.schedule.ranks
     divided = _divided(config, pipe)
     rows = []
-    base = process_bytes(libraries_of(config), _code_of(pipe), forked=config.pipeline.workers == "processes")
+    forked = config.pipeline.workers == "processes"
+    base = process_bytes(libraries_of(config), _code_of(pipe), config, forked=forked)
     for rank in range(ranks):
         own = [each for each in pipe.deployment.staged.holdings() if placement.rank_of(each.stage) == rank]
         weights, trained, average = _weights(own, config, divided)

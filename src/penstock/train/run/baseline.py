@@ -3,30 +3,39 @@
 Run as a program of its own, in a fresh process. It trains the smallest GPT there is for one step, because torch
 loads much of itself with the first kernels and the first optimizer, and prints the bytes that are resident then. Ranks
 that `penstock train` starts are forked from a process that has torch loaded, and of what they never use, nothing is
-resident in them; so this forks as well, and like a rank loads the code of the model after that. Python's collector
-walks over all objects sooner or later in a run, by which they become the rank's own; so it does here.
+resident in them; so this forks as well, and like a rank loads the code of the model and opens the data, with their
+tokenizer and the libraries that read them, after that. Python's collector walks over all objects sooner or later in a
+run, by which they become the rank's own; so it does here.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from penstock.errors import RunError
+from penstock.train.config.read import checked, to_document
+from penstock.train.config.settings import TrainConfig
 
 
-def process_bytes(libraries: list[str], code: Iterable[str] = (), forked: bool = True) -> int:
+def process_bytes(
+    libraries: list[str], code: Iterable[str] = (), config: TrainConfig | None = None, *, forked: bool = True
+) -> int:
     """The bytes of a process that has trained a model not worth mentioning.
 
-    It has loaded `libraries` before it was forked, and afterwards `code`, the modules that the model is from.
+    It has loaded `libraries` before it was forked, and afterwards `code`, the modules that the model is from; it has
+    opened the data of `config`.
     """
     how = "forked" if forked else "alone"
     command = [sys.executable, "-m", "penstock.train.run.baseline", how, ",".join(libraries), ",".join(code)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    document = "" if config is None else json.dumps(to_document(config))
+    done = subprocess.run(command, input=document, capture_output=True, text=True)
     if done.returncode:
         raise RunError(f"a process that only loads what training needs has failed: {done.stderr.strip()[-500:]}")
     return int(done.stdout.split()[-1])
@@ -34,14 +43,28 @@ def process_bytes(libraries: list[str], code: Iterable[str] = (), forked: bool =
 
 def main(how: str, libraries: str, code: str) -> int:
     """Load, train one step of next to nothing, and print; the exit code."""
+    document = sys.stdin.read()
     _load("penstock.train.worker", *libraries.split(","))
     if how == "forked":
         child = os.fork()
         if child:
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     _load(*code.split(","))
-    _train()
+    config = checked(TrainConfig, json.loads(document), "the configuration") if document else None
+    opened = None if config is None else _open(config)
+    _train(config is not None and config.mesh.replicas * config.mesh.tp > 1)
+    del opened
     return 0
+
+
+def _open(config: TrainConfig) -> Any:
+    """The data of a run, up to its first batch; and what the first rank loads for figures."""
+    from penstock.train.data.batches import open_data
+
+    if config.logging.wandb != "off":
+        _load("wandb")
+    data = open_data(config)
+    return data, data.first()
 
 
 def _load(*names: str) -> None:
@@ -49,7 +72,7 @@ def _load(*names: str) -> None:
         importlib.import_module(name)
 
 
-def _train() -> None:
+def _train(spread: bool) -> None:
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import HashStore
@@ -72,9 +95,26 @@ def _train() -> None:
             pipe.step(rows, target=rows)
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
+    if spread:
+        _train_spread()
     gc.collect()
     print(memory_now(), flush=True)
     dist.destroy_process_group()
+
+
+def _train_spread() -> None:
+    """A step of a layer whose tensors are divided over a group of one, with what torch loads for that."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (1,))
+    for spread in (fully_shard, lambda layer, mesh: parallelize_module(layer, mesh, ColwiseParallel())):
+        layer = torch.nn.Linear(4, 4)
+        spread(layer, mesh=mesh)
+        layer(torch.ones(2, 4)).sum().backward()
+        torch.optim.AdamW(layer.parameters()).step()
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def at(browser: Browser, run: int, rank: int, place: int) -> tuple[float, float]
           const row = view.runs[{run}].rows[{rank}], found = gantt.places.find((entry) => entry.row === row);
           const {{slope, shift}} = gantt.pixels(row.run);
           const middle = (row.start[{place}] + row.length[{place}] / 2) * slope + shift;
-          return [box.left + gantt.gutter + middle, box.top + found.y + gantt.rowHeight / 2];
+          return [box.left + found.left + gantt.gutter + middle, box.top + found.y + gantt.rowHeight / 2];
         }})()"""
     )
     return x, y
@@ -151,6 +151,35 @@ def test_dragging_an_action_says_at_once_whether_the_proof_holds_and_why_not(bro
     browser.run('document.querySelector("#slot-0 .undo").click()')
     assert proof(browser).startswith("✓")
     assert browser.run("studio.state.slots[0].source") == "1f1b"
+
+
+@pytest.mark.parametrize(("width", "beside"), [(1300, True), (700, False)])
+def test_two_schedules_stand_side_by_side_where_there_is_room(
+    browser: Browser, page: Path, width: int, beside: bool
+) -> None:
+    """They stood one above the other on every screen, because both share a canvas."""
+    browser.size(width, 1600)
+    show(browser, page, "r=4&m=8&a=1f1b&b=gpipe")
+    (ax, ay), (bx, by) = at(browser, 0, 0, 0), at(browser, 1, 0, 0)
+    assert (ay == by and bx > ax + width / 3) if beside else (ax == pytest.approx(bx, abs=2) and by > ay + 40)
+    box = 'const box = document.getElementById("chart").getBoundingClientRect();'
+    for run, (x, y) in enumerate([(ax, ay), (bx, by)]):  # what is under the pointer is found in either column
+        found = f"studio.gantt.at({x} - box.left, {y} - box.top)"
+        assert browser.run(f"(() => {{ {box} const hit = {found}; return [hit.row.run.number, hit.place]; }})()") == [
+            run,
+            0,
+        ]
+    browser.size(1300, 2400)
+
+
+def test_an_action_of_the_second_schedule_is_dragged_in_its_own_column(browser: Browser, page: Path) -> None:
+    show(browser, page, "r=2&m=4&a=1f1b&b=gpipe")
+    (x, y), (last, _) = at(browser, 1, 0, 0), at(browser, 1, 0, 2)
+    move = {"type": "pointerMove", "x": round(last) + 4, "y": round(y), "duration": 60}
+    browser.point(x, y, {"type": "pointerDown", "button": 0}, move, {"type": "pointerUp", "button": 0})
+    time.sleep(0.3)
+    assert browser.run("studio.state.slots.map((slot) => slot.source === 'own')") == [False, True]
+    assert browser.run("studio.view.runs[1].rows[0].name(2)") == "0F0"
 
 
 def test_actions_are_moved_and_brought_back_by_keys_alone(browser: Browser, page: Path) -> None:

@@ -213,6 +213,13 @@ def _in_flight(name: str, stages_per_rank: int) -> float:
     return peak_memory(_schedule(name, SMALL, ROUNDS * SMALL, stages_per_rank), costs)[0]
 
 
+@cache
+def _grows(name: str) -> bool:
+    """Whether a family holds more the more microbatches there are, however many."""
+    peaks = [max(peak_memory(_schedule(name, SMALL, rounds * SMALL, 2), Costs(held=0.5))) for rounds in (3, 4)]
+    return peaks[0] != peaks[1]
+
+
 def _few(ranks: int, microbatches: int) -> tuple[int, ...]:
     """How many microbatches are looked at: all, or two numbers of them that are one round apart."""
     few = max(ROUNDS * ranks, FEWEST)
@@ -226,6 +233,8 @@ def _few(ranks: int, microbatches: int) -> tuple[int, ...]:
 def _peaks(name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs) -> tuple[float, ...]:
     """The peak memory of each rank of a family's schedule with so many microbatches."""
     counts = _few(ranks, microbatches)
+    if not _grows(name):
+        counts = counts[:1]
     found = [peak_memory(_schedule(name, ranks, count, stages_per_rank), costs) for count in counts]
     rounds = (microbatches - counts[-1]) / ranks
     return tuple(b + rounds * (b - a) for a, b in zip(found[0], found[-1], strict=True))

@@ -80,8 +80,9 @@ class Pricing:
     @cached_property
     def seconds(self) -> list[tuple[float, float, float]]:
         """F, I and W of each unit."""
-        known: dict[int, tuple[float, float, float]] = {}
-        return [known.setdefault(id(unit.forward), self._seconds(unit)) for unit in self.units]
+        known = {id(unit.forward): unit for unit in self.units}  # layers that repeat are one object
+        times = {key: self._seconds(unit) for key, unit in known.items()}
+        return [times[id(unit.forward)] for unit in self.units]
 
     def _seconds(self, unit: Unit) -> tuple[float, float, float]:
         device, software, tp = self.cluster.device, self.cluster.software, self.layout.tp

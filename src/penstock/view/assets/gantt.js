@@ -1,10 +1,10 @@
 // The Gantt chart on a canvas. Spans that are wide enough are drawn one by one, with their names; where many share a
 // pixel, each pixel gets the mix of what it covers. A run that is not open is one small picture of all its ranks.
 
-const HEAD = 22, AXIS = 24, MOST_ARROWS = 1500;
+const HEAD = 22, AXIS = 24, MOST_ARROWS = 1500, BETWEEN = 28;
 
-// Where each row and each head stands; `small` is the height of a run that is not open.
-function arrange(view, rowHeight, small) {
+// Where each row and each head of some runs stands; `small` is the height of a run that is not open.
+function arrange(view, rowHeight, small, shown = view.runs) {
   const rows = [], heads = [], minis = [];
   let y = 0;
   const put = (row) => { rows.push({ row, y }); y += rowHeight; };
@@ -16,7 +16,7 @@ function arrange(view, rowHeight, small) {
     }
     return { rows, heads, minis, height: y };
   }
-  for (const run of view.runs) {
+  for (const run of shown) {
     if (view.several) { heads.push({ run, y }); y += HEAD; }
     if (!view.several || view.isOpen(run)) run.rows.forEach(put);
     else if (small) { minis.push({ run, y, height: small(run) }); y += small(run); }
@@ -50,30 +50,50 @@ function drawNames(pen, view, places, rowHeight, gutter, width) {
 }
 
 class Gantt {
-  constructor(canvas, view) {
+  // `wide`: so many pixels across, two runs stand side by side.
+  constructor(canvas, view, wide = Infinity) {
     this.canvas = canvas;
     this.view = view;
+    this.wide = wide;
+  }
+
+  // The runs that stand one above the other, column by column, with where a column begins; all are equally wide.
+  columns() {
+    const { view } = this, width = this.canvas.clientWidth;
+    const beside = view.runs.length === 2 && width >= this.wide && view.order !== "rank";
+    this.column = beside ? Math.floor((width - BETWEEN) / 2) : width;
+    this.stride = beside ? this.column + BETWEEN : width + 1;
+    return (beside ? view.runs.map((run) => [run]) : [view.runs]).map((runs, place) => ({ runs, left: place * this.stride }));
   }
 
   draw() {
-    const { view } = this;
+    const { view } = this, columns = this.columns();
     inks = {};
-    this.rowHeight = rowHeightOf(view, 620, 11, 26);
-    this.gutter = this.canvas.clientWidth < 560 ? (view.several ? 34 : 24) : 74;
-    const places = arrange(view, this.rowHeight, (run) => Math.min(56, Math.max(16, 3 * run.rows.length)));
-    const { pen, width, height, ratio } = fitCanvas(this.canvas, Math.max(40, places.height) + AXIS);
-    this.places = places.rows; this.heads = places.heads; this.minis = places.minis;
-    this.plot = Math.max(40, width - this.gutter);
-    this.grid(pen, width, height);
-    drawNames(pen, view, places, this.rowHeight, this.gutter, width);
-    for (const { run, y, height: size } of places.minis) {
-      const { slope, shift } = this.pixels(run);
-      paintRows(pen, run.rows, slope, shift, view.critical, this.gutter, y, this.plot, size - 2, ratio);
+    this.rowHeight = rowHeightOf(view, 620 * columns.length, 11, 26);
+    this.gutter = this.column < 560 ? (view.several ? 34 : 24) : 74;
+    this.plot = Math.max(40, this.column - this.gutter);
+    const small = (run) => Math.min(56, Math.max(16, 3 * run.rows.length));
+    for (const each of columns) each.places = arrange(view, this.rowHeight, small, each.runs);
+    const { pen, height, ratio } = fitCanvas(this.canvas, Math.max(40, ...columns.map(({ places }) => places.height)) + AXIS);
+    const all = (kind) => columns.flatMap(({ places, left }) => places[kind].map((entry) => ({ ...entry, left })));
+    this.places = all("rows"); this.heads = all("heads"); this.minis = all("minis");
+    this.hiddenArrows = false;
+    for (const { places, left } of columns) {
+      pen.save();
+      pen.translate(left, 0);
+      this.grid(pen, this.column, height);
+      drawNames(pen, view, places, this.rowHeight, this.gutter, this.column);
+      for (const { run, y, height: size } of places.minis) {
+        const { slope, shift } = this.pixels(run);
+        paintRows(pen, run.rows, slope, shift, view.critical, this.gutter, y, this.plot, size - 2, ratio);
+      }
+      for (const { row, y } of places.rows) this.row(pen, row, y, ratio);
+      if (view.arrows) this.arrows(pen, places.rows);
+      if (view.range) this.range(pen, height - AXIS);
+      const chosen = view.selected && places.rows.find((entry) => entry.row === view.selected.row);
+      if (chosen) this.mark(pen, view.selected, chosen.y);
+      pen.restore();
     }
-    for (const { row, y } of places.rows) this.row(pen, row, y, ratio);
-    if (view.arrows) this.arrows(pen);
-    if (view.range) this.range(pen, height - AXIS);
-    if (view.selected) this.mark(pen, view.selected);
   }
 
   grid(pen, width, height) {
@@ -91,6 +111,9 @@ class Gantt {
 
   // Where a time of the view stands, and the other way round.
   x(at) { return this.gutter + ((at - this.view.from) / (this.view.to - this.view.from)) * this.plot; }
+
+  // A point of any column, as if it were in the first.
+  fold(x) { return x >= this.stride ? x - this.stride : x; }
 
   time(x) { return this.view.from + ((x - this.gutter) / this.plot) * (this.view.to - this.view.from); }
 
@@ -166,9 +189,9 @@ class Gantt {
   }
 
   // From what made a value to what uses it on another rank. Of many, none: zoom in.
-  arrows(pen) {
-    const where = new Map(this.places.map(({ row, y }) => [row, y])), found = [];
-    for (const { row, y } of this.places) {
+  arrows(pen, places) {
+    const where = new Map(places.map(({ row, y }) => [row, y])), found = [];
+    for (const { row, y } of places) {
       const { slope, shift } = this.pixels(row.run), chosen = this.view.selected;
       const first = row.after(-shift / slope), last = Math.min(row.count, row.after((this.plot - shift) / slope) + 1);
       for (let place = first; place < last; place++) {
@@ -179,7 +202,6 @@ class Gantt {
         if (found.length > MOST_ARROWS) { this.hiddenArrows = true; return; }
       }
     }
-    this.hiddenArrows = false;
     pen.save();
     pen.beginPath(); pen.rect(this.gutter, 0, this.plot, 1e6); pen.clip();
     pen.strokeStyle = pen.fillStyle = ink("arrow");
@@ -203,23 +225,23 @@ class Gantt {
     for (const x of [left, right]) pen.fillRect(x - 0.5, 0, 1, height);
   }
 
-  mark(pen, { row, place }) {
-    const found = this.places.find((entry) => entry.row === row);
-    if (!found) return;
+  mark(pen, { row, place }, y) {
     const { slope, shift } = this.pixels(row.run);
     const start = Math.max(this.gutter, this.gutter + row.start[place] * slope + shift);
     const end = Math.min(this.gutter + this.plot, this.gutter + row.end(place) * slope + shift);
     pen.strokeStyle = ink("text");
     pen.lineWidth = 2;
-    pen.strokeRect(start, found.y, Math.max(2, end - start - 1), this.rowHeight - 3);
+    pen.strokeRect(start, y, Math.max(2, end - start - 1), this.rowHeight - 3);
     pen.lineWidth = 1;
   }
 
   // What a point of the canvas shows: the head of a run; or a row, ticks of its run, and a span where there is one.
-  at(x, y) {
-    const head = (this.heads || []).find((entry) => y >= entry.y && y < entry.y + HEAD) || (this.minis || []).find((entry) => y >= entry.y && y < entry.y + entry.height);
+  at(across, y) {
+    const x = this.fold(across), left = across - x;
+    const hit = (entries, height) => (entries || []).find((entry) => entry.left === left && y >= entry.y && y < entry.y + (height || entry.height));
+    const head = hit(this.heads, HEAD) || hit(this.minis);
     if (head) return { run: head.run };
-    const found = (this.places || []).find((entry) => y >= entry.y && y < entry.y + this.rowHeight);
+    const found = hit(this.places, this.rowHeight);
     if (!found || x < this.gutter || x > this.gutter + this.plot) return null;
     const { slope, shift } = this.pixels(found.row.run);
     const ticks = (x - this.gutter - shift) / slope;
@@ -238,7 +260,7 @@ class Overview {
   }
 
   draw(fresh) {
-    const { view, gutter, plot } = this.gantt, each = Math.max(6, Math.min(40, Math.floor(60 / view.runs.length)));
+    const { view, gutter } = this.gantt, plot = Math.max(40, this.canvas.clientWidth - gutter), each = Math.max(6, Math.min(40, Math.floor(60 / view.runs.length)));
     const height = Math.min(view.runs.length, 20) * each + 6;
     const { pen, ratio } = fitCanvas(this.canvas, height), key = [plot, height, ratio, view.scale, view.critical, ink("idle")].join(" ");
     if (fresh || key !== this.key) {

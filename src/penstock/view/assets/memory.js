@@ -8,16 +8,21 @@ class Memory {
 
   draw(gantt) {
     const { view } = this, height = rowHeightOf(view, 480, 12, 40), mini = 26;
-    const places = arrange(view, height, () => mini);
-    const { pen, width } = fitCanvas(this.canvas, Math.max(20, places.height));
+    const columns = gantt.columns().map((each) => ({ ...each, places: arrange(view, height, () => mini, each.runs) }));
+    const { pen } = fitCanvas(this.canvas, Math.max(20, ...columns.map(({ places }) => places.height)));
     const known = view.runs.every((run) => run.activation); // else a microbatch is as high in one run as in the other
     const size = (row) => (known ? row.run.sizeOf(row) : 1) / Math.max(1, row.each);
     const most = Math.max(view.cap || 0, ...view.runs.flatMap((run) => run.rows.map((row) => row.peak * size(row)))) || 1;
-    drawNames(pen, view, places, height, gantt.gutter, width);
-    for (const { row, y } of places.rows) this.row(pen, gantt, row, y, height - 4, most / size(row));
-    for (const { run, y } of places.minis) {
-      const row = run.rows.reduce((best, each) => (each.peak * size(each) > best.peak * size(best) ? each : best));
-      this.row(pen, gantt, row, y, mini - 6, most / size(row), `rank ${row.rank}, `);
+    for (const { places, left } of columns) {
+      pen.save();
+      pen.translate(left, 0);
+      drawNames(pen, view, places, height, gantt.gutter, gantt.column);
+      for (const { row, y } of places.rows) this.row(pen, gantt, row, y, height - 4, most / size(row));
+      for (const { run, y } of places.minis) {
+        const row = run.rows.reduce((best, each) => (each.peak * size(each) > best.peak * size(best) ? each : best));
+        this.row(pen, gantt, row, y, mini - 6, most / size(row), `rank ${row.rank}, `);
+      }
+      pen.restore();
     }
   }
 

@@ -118,7 +118,7 @@ class Navigator {
 
   at(event) {
     const box = this.chart.getBoundingClientRect(), { gantt } = this;
-    return gantt.time(Math.min(gantt.gutter + gantt.plot, Math.max(gantt.gutter, event.clientX - box.left)));
+    return gantt.time(Math.min(gantt.gutter + gantt.plot, Math.max(gantt.gutter, gantt.fold(event.clientX - box.left))));
   }
 
   share(event) { return (this.at(event) - this.view.from) / (this.view.to - this.view.from); }
@@ -141,7 +141,7 @@ class Navigator {
       overview.addEventListener(kind, (event) => {
         if (!event.buttons) return;
         const box = overview.getBoundingClientRect(), size = this.view.to - this.view.from;
-        const middle = ((event.clientX - box.left - this.gantt.gutter) / this.gantt.plot) * this.view.whole;
+        const { gutter } = this.gantt, middle = ((event.clientX - box.left - gutter) / Math.max(40, box.width - gutter)) * this.view.whole;
         this.show(middle - size / 2, middle + size / 2);
       });
     }

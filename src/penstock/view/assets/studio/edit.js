@@ -46,7 +46,7 @@ class Editor {
     const { slope: scale, shift } = this.gantt.pixels(run), { gutter, rowHeight } = this.gantt;
     let last = "";
     const target = (now) => {
-      const box = this.chart.getBoundingClientRect(), y = now.clientY - box.top, ticks = (now.clientX - box.left - gutter - shift) / scale;
+      const box = this.chart.getBoundingClientRect(), y = now.clientY - box.top, ticks = (now.clientX - box.left - tops[0].left - gutter - shift) / scale;
       const near = tops.reduce((best, entry) => (Math.abs(entry.y + rowHeight / 2 - y) < Math.abs(best.y + rowHeight / 2 - y) ? entry : best)).row;
       const passed = new Set();
       for (let other = 0; other < near.count; other++) {

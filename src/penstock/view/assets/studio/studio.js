@@ -240,7 +240,7 @@ state.slots.forEach((_, place) => {
 
 readAddress();
 view = new View([new Run({ label: "", kind: "", unit: "", tick: 1, makespan: 1, idle: 0, sizes: [0, 0, 0], rows: [] }, 0)]);
-const gantt = new Gantt(byId("chart"), view), memory = new Memory(byId("memory"), view), overview = new Overview(byId("overview"), gantt);
+const gantt = new Gantt(byId("chart"), view, 900), memory = new Memory(byId("memory"), view), overview = new Overview(byId("overview"), gantt);
 const editor = new Editor({
   view, gantt, chart: byId("chart"), status: byId("status"), slotOf: (run) => state.slots[run.slot], shown: (run) => shown[run.slot],
   changed: (light) => (light ? redraw() : update()),

@@ -16,9 +16,10 @@ from penstock.planner.candidates import default_families, families_for, splits_b
 from penstock.planner.cluster import Cluster, Device, Interconnect
 from penstock.planner.layout import MeshLayout, all_reduce, layouts
 from penstock.planner.plan import config_for
+from penstock.planner.plans import Plans
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile, profile_config
-from penstock.planner.ranking import Plans, Wanted, candidates, rank_plans
+from penstock.planner.ranking import Wanted, candidates, rank_plans
 from penstock.schedule import FAMILIES
 from penstock.schedule.builders import _BY_NAME
 from penstock.train.config.settings import TrainConfig

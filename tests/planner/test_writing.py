@@ -13,7 +13,7 @@ from penstock.errors import UsageError
 from penstock.planner.cluster import Cluster
 from penstock.planner.layout import MeshLayout
 from penstock.planner.plan import config_for
-from penstock.planner.ranking import Plan
+from penstock.planner.plans import Plan
 from penstock.planner.writing import config_of, to_toml, write_plan
 from penstock.schedule import Schedule
 from penstock.train.config.consistent import check_consistent

@@ -142,13 +142,18 @@ def _check(run: str, cluster: Path | None, as_json: bool) -> None:
             if name in ("step", "makespan")
             else (f"{told / 1e6:,.1f} MB", f"{value / 1e6:,.1f} MB")
         )
-        rows.append((name, *texts, f"{100 * errors.get(name, 0.0):+.1f} %"))
+        rows.append((name, *texts, f"{100 * errors.get(name, 0.0):+.1f} {'points' if name == 'idle' else '%'}"))
     worst = max(errors, key=lambda name: abs(errors[name]))
     others = [each for each in found.plans.ranked if each.layout != found.predicted.layout] or found.plans.ranked
     write(table(rows, left=[0]))
-    write(f"\nfurthest off: {worst}, by {100 * errors[worst]:+.1f} %")
+    write(f"\nfurthest off: {worst}, by {100 * errors[worst]:+.1f} {'points' if worst == 'idle' else '%'}")
     if cluster is None:
         write("without --cluster, the efficiency is the one that predicts this run's own step: its error says nothing")
     write(f"\nwith the efficiency that the run has shown, {found.plans.cluster.device.efficiency:.3f} of the peak:\n")
     write(ranking_table([*found.plans.ranked[:3]]))
-    write(f"\nnext best: {others[0].layout}, {others[0].family}" if others else "\nno plan fits")
+    if not others:
+        write("\nno plan fits")
+        return
+    best, now = others[0], found.measured["step"]
+    change = f"{abs(best.seconds / now - 1):.0%} {'less' if best.seconds < now else 'more'} than this run"
+    write(f"\nnext best: {best.layout}, {best.family}: {time_text(best.seconds, 's')} predicted, {change}")

@@ -17,8 +17,9 @@ from penstock.planner.candidates import PlanCandidate, default_families
 from penstock.planner.cluster import Cluster
 from penstock.planner.here import MeasuredPricing, available_memory, measure, settings_of, this_machine
 from penstock.planner.layout import MeshLayout
+from penstock.planner.plans import Plan, Plans
 from penstock.planner.profile import IN_MEMORY, Profile, profile_config, profile_module
-from penstock.planner.ranking import Plan, Plans, Wanted, candidates, layouts_of, make_plan, rank_plans
+from penstock.planner.ranking import Wanted, candidates, layouts_of, make_plan, rank_plans
 from penstock.rules import check_count
 from penstock.schedule import family
 from penstock.train.config.read import checked, load_config
@@ -217,8 +218,12 @@ class Comparison:
 
     @property
     def errors(self) -> dict[str, float]:
-        """By name: (predicted - measured) / measured."""
-        return {name: self.told[name] / value - 1 for name, value in self.measured.items() if value}
+        """By name: (predicted - measured) / measured; of the idle share, which is one already, the difference."""
+        return {
+            name: self.told[name] - value if name == "idle" else self.told[name] / value - 1
+            for name, value in self.measured.items()
+            if value
+        }
 
 
 def compare_run(path: str | Path, cluster: Cluster | str | Path | None = None) -> Comparison:

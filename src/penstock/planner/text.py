@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from penstock.planner.ranking import Plan, Plans, no_plan
+from penstock.planner.plans import Plan, Plans, count_text, no_plan
 from penstock.train.run.memory import Memory, memory_document
 from penstock.view.figures import percent, table, time_text
 
@@ -17,7 +17,7 @@ def plans_text(plans: Plans, most: int = 10, rejected: int = 6) -> str:
     """The ranking, memory of the fullest rank by kind, what limits the best, and why others were left out."""
     cluster = plans.cluster
     lines = [
-        f"{plans.parameters / 1e9:.3g} billion parameters on {cluster.hosts} x {cluster.devices} devices "
+        f"{count_text(plans.parameters)} parameters on {cluster.hosts} x {cluster.devices} devices "
         f"({cluster.name}), {cluster.device.memory / 1e9:.3g} GB each, of which "
         f"{cluster.device.headroom:.0%} stay free",
         "",

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import UsageError
+from penstock.planner.plans import Plan
 from penstock.planner.profile import IN_MEMORY
-from penstock.planner.ranking import Plan
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
 

@@ -1,0 +1,122 @@
+"""Plans as values: what a run has to choose, what it is predicted to cost, and what was left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.errors import UsageError
+from penstock.planner.cluster import Cluster
+from penstock.planner.layout import MeshLayout
+from penstock.schedule import Schedule
+from penstock.train.config.settings import TrainConfig
+from penstock.train.run.memory import Memory
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One plan: a layout and everything else that a run has to choose, with what it is predicted to cost.
+
+    Attributes:
+        layout: The axes.
+        family: The schedule's family, or `"searched"`.
+        schedule: The schedule itself.
+        rows: Rows of a microbatch.
+        recompute: Whether forwards run again in the backward.
+        cuts: The names of the modules that stages 1, 2, ... begin with.
+        counts: How many pieces of the model each stage has.
+        seconds: Predicted time of a step.
+        error: How far that may be off, as a share.
+        tokens_per_second: Tokens trained per second.
+        mfu: Model FLOP/s, as a share of the devices' peak.
+        idle: Share of the ranks' time in the pipeline that they wait.
+        memory: Bytes of each rank of a pipeline, by kind.
+        shares: Where the time of a step goes, by name: seconds.
+        config: The configuration that was planned for.
+        by_position: Whether the model is a sequence that is cut by counts.
+    """
+
+    layout: MeshLayout
+    family: str
+    schedule: Schedule
+    rows: int
+    recompute: bool
+    cuts: tuple[str, ...]
+    counts: tuple[int, ...]
+    seconds: float
+    error: float
+    tokens_per_second: float
+    mfu: float
+    idle: float
+    memory: tuple[Memory, ...]
+    shares: dict[str, float]
+    config: TrainConfig
+    by_position: bool
+
+    @property
+    def peak(self) -> Memory:
+        """The memory of the fullest rank."""
+        return max(self.memory, key=lambda each: each.process)
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches per step and replica."""
+        return self.schedule.microbatches
+
+    def pipeline_arguments(self) -> dict[str, object]:
+        """What `Pipeline(plan=...)` takes from it."""
+        return {
+            "stages": self.schedule.stages,
+            "microbatches": self.microbatches,
+            "schedule": self.schedule,
+            "recompute": "always" if self.recompute else "never",
+            **({"balance": list(self.counts)} if self.by_position else {"split_at": list(self.cuts)}),
+        }
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A layout that was left out, and why."""
+
+    layout: MeshLayout
+    why: str
+
+
+@dataclass(frozen=True)
+class Plans:
+    """What a model can be run as on a cluster, the fastest first: one plan per layout.
+
+    Attributes:
+        ranked: The plans.
+        rejected: Layouts that were left out.
+        advice: What limits the best one, in words.
+        cluster: What they are for.
+        parameters: Numbers in the model's parameters.
+    """
+
+    ranked: tuple[Plan, ...]
+    rejected: tuple[Rejected, ...]
+    advice: tuple[str, ...]
+    cluster: Cluster
+    parameters: float
+
+    @property
+    def best(self) -> Plan:
+        """The fastest."""
+        if not self.ranked:
+            raise UsageError(no_plan(self))
+        return self.ranked[0]
+
+
+def no_plan(plans: Plans) -> str:
+    """The error about a model that fits nowhere."""
+    model = f"this model of {count_text(plans.parameters)} parameters"
+    worst = [f"  {each.layout}: {each.why}" for each in plans.rejected[:5]]
+    return "\n".join([f"no layout of {plans.cluster.world} devices can train {model}:", *worst])
+
+
+def count_text(count: float) -> str:
+    """A large number in words."""
+    for size, name in ((1e9, "billion"), (1e6, "million")):
+        if count >= size:
+            return f"{count / size:.4g} {name}"
+    return f"{count:,.0f}"

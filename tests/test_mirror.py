@@ -32,6 +32,7 @@ planner/candidates.py
 planner/cluster.py
 planner/layout.py
 planner/plan.py
+planner/plans.py
 planner/price.py
 planner/profile.py
 planner/text.py

@@ -140,6 +140,12 @@ def measure_all(config: TrainConfig, ways: list[PlanCandidate], rounds: int) -> 
         return torch.load(path, weights_only=False)
 
 
+def seconds_of(way: PlanCandidate, found: list[PlanCandidate]) -> float:
+    """The price of a way among those of which costs are known."""
+    same = (each for each in found if (each.family, each.microbatches) == (way.family, way.microbatches))
+    return next(same).seconds
+
+
 def tensors(memory: Memory) -> float:
     """Bytes of tensors that a plan counts on a rank."""
     return memory.weights + memory.gradients + memory.optimizer + (memory.activations or 0.0)
@@ -181,7 +187,7 @@ def compare(settings: Namespace) -> None:
             real = medians(times)
             off = []
             for place in range(len(ways)):  # beside a turn of its setting: the machine's speed drifts
-                told = [priced(config, names, rows, row[place])[place].seconds for row in costs]
+                told = [seconds_of(ways[place], priced(config, names, rows, row[place])) for row in costs]
                 off.append(statistics.median(a / row[place] for a, row in zip(told, times, strict=True)) - 1)
             errors += map(abs, off)
             for way, one, two, error, held in zip(ways, plans, real, off, peaks, strict=True):

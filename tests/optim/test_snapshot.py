@@ -68,8 +68,10 @@ def test_the_right_update_after_a_wrong_one_is_the_right_update(name, before):
             if run is twice and number >= before:
                 snapshot.take()
                 run.update()  # as if nothing were to be scaled
-                snapshot.put_back()
-            run.update(0.25)
+                with snapshot.again():
+                    run.update(0.25)
+            else:
+                run.update(0.25)
     for one, other in zip(once.values(), twice.values(), strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 

@@ -26,7 +26,7 @@ def test_the_command_sets_it_before_torch_is_loaded() -> None:
         "import sys, penstock.cli\n"
         "it = sys.modules['penstock.cli.train']\n"
         "it.prepare_environment = lambda: print('torch' in sys.modules)\n"
-        "try: it.train(['nowhere.toml'])\n"
+        "try: it.train(items=['nowhere.toml'])\n"
         "except BaseException: pass\n"
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=500)

@@ -51,7 +51,9 @@ class Lora:
     """Low-rank adapters, through peft: only they are trained."""
 
     rank: int = key(0, "rank of the adapters; 0: none, unless lora.adapter has some", least=0)
-    alpha: float | None = key(None, "what their product is multiplied by is alpha / rank (default: twice the rank)")
+    alpha: float | None = key(
+        None, "what their product is multiplied by is alpha / rank (default: twice the rank)", above=0
+    )
     dropout: float = key(0.0, "share of an adapter's inputs that training drops", least=0, most=0.9)
     targets: list[str] = key(
         [],

@@ -11,6 +11,7 @@ import math
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,17 @@ def unmatched_target(config: TrainConfig, model: nn.Module) -> str:
 def adapter_values(config: TrainConfig) -> Callable[[str, Tensor], Any]:
     """What fills the parameters of adapters: the folder that they start from, or peft's usual beginning."""
     if config.lora.adapter is not None:
-        weights = PretrainedFolder(config.lora.adapter, ADAPTER_WEIGHTS)
-        return lambda name, tensor: weights(name_in_adapter_file(name), tensor)
+        return partial(_read_adapter, PretrainedFolder(config.lora.adapter, ADAPTER_WEIGHTS))
     return lambda name, tensor: begin_adapter(config.seed, name, tensor)
+
+
+def _read_adapter(weights: PretrainedFolder, name: str, tensor: Tensor) -> None:
+    try:
+        weights(name_in_adapter_file(name), tensor)
+    except UsageError as error:
+        raise UsageError(
+            f"lora.adapter: {error}; this adapter was made for another model: its {ADAPTER_CONFIG} names which"
+        ) from None
 
 
 def begin_adapter(seed: int, name: str, tensor: Tensor) -> None:

@@ -25,7 +25,7 @@ from penstock.train.build import build_model, build_pipeline, example_of
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import libraries_of
 from penstock.train.data.batches import open_data
-from penstock.train.data.vocabulary import check_vocabulary
+from penstock.train.data.vocabulary import check_vocabulary, position_warning
 from penstock.train.models.huggingface import left_out, tensor_plan_of
 from penstock.train.run.account import exchanged_bytes, optimizer_states, rank_memory
 from penstock.train.run.activations import measure_activations
@@ -85,7 +85,8 @@ def make_plan(config: TrainConfig) -> DryRun:
             times = [sum(weight.milliseconds for weight in weights) / 3 for weights in stages]
             timeline = simulate(schedule, Costs(forward=times, input=times, weight=times))
         memory = _memory(config, pipe, activations)
-        return DryRun(f"{table}\n\n{how}", data.words, schedule, timeline, stages is not None, memory)
+        words = "\n".join(filter(None, [data.words, position_warning(model, data)]))
+        return DryRun(f"{table}\n\n{how}", words, schedule, timeline, stages is not None, memory)
 
 
 def _zeros(name: str, tensor: Tensor) -> None:

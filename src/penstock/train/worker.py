@@ -38,7 +38,7 @@ from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatches
 from penstock.train.data.batches import open_data
 from penstock.train.data.packing_check import check_packing
-from penstock.train.data.vocabulary import check_vocabulary, vocabulary_of
+from penstock.train.data.vocabulary import check_vocabulary, position_warning, vocabulary_of
 from penstock.train.launch.attempts import new_prefix
 from penstock.train.launch.parent import die_with
 from penstock.train.launch.rank_notes import leave_note, note_path, ready_path
@@ -170,6 +170,8 @@ def _first_lines(job: Job, state: RunState, peak: str, checkpointer: Checkpointe
         yield f"data      {state.data.words}"
         if peak:
             yield f"peak      {peak}"
+    if warning := position_warning(state.pipe.deployment.staged.model, state.data):
+        yield warning
     if changed := getattr(state.data, "changed", ""):
         yield f"note: {changed}; losses will not be those of a run that was never stopped"
 

@@ -34,7 +34,7 @@ class TokenBatches:
 
     def __init__(self, tokens: Tokens, rows: int, sequence: int, seed: int, held_back: float) -> None:
         self.words = tokens.words
-        self.rows, self.sequence, self.seed = rows, sequence, seed
+        self.rows, self.sequence, self.longest, self.seed = rows, sequence, sequence, seed
         cut = len(tokens) - int(len(tokens) * held_back)
         self._training, self._validation = tokens.part(0, cut), tokens.part(cut, len(tokens))
         self._fingerprint = tokens.fingerprint

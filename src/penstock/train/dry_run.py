@@ -24,7 +24,7 @@ from penstock.schedule import Costs, Schedule, Timeline, simulate
 from penstock.train.build import build_model, build_pipeline, example_of
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import libraries_of
-from penstock.train.data.batches import open_data
+from penstock.train.data.batches import check_validation, open_data
 from penstock.train.data.vocabulary import check_vocabulary, position_warning
 from penstock.train.models.huggingface import left_out, tensor_plan_of
 from penstock.train.run.account import exchanged_bytes, optimizer_states, rank_memory
@@ -69,6 +69,7 @@ class DryRun:
 def make_plan(config: TrainConfig) -> DryRun:
     """Build the pipeline of a configuration, and measure its pieces."""
     data = open_data(config)
+    check_validation(config, data)
     batch = data.first().share(0, config.mesh.replicas)
     model, loss = build_model(config)
     check_vocabulary(config, model, data)

@@ -112,7 +112,10 @@ class Data:
         1000, "documents that are packed together, and under streaming shuffled among each other", least=1
     )
     validation: float = key(
-        0.05, "share of the tokens or rows, from their end, that is kept for evaluation", least=0, most=0.9
+        0.05,
+        "share of the tokens or rows, from their end, that is kept for evaluation; of rows, at least one",
+        least=0,
+        most=0.9,
     )
     validation_source: str | list[str] = key([], "rows to evaluate with instead of such a share; as data.source")
 

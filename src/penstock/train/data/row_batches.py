@@ -222,7 +222,8 @@ def open_row_batches(config: TrainConfig) -> RowBatches:
     else:
         found = _read_all(files, encoder)
         if not data.validation_source:
-            cut = len(found) - int(len(found) * data.validation)
+            least = 1 if data.validation and config.evaluation.every and len(found) > 1 else 0
+            cut = len(found) - max(least, int(len(found) * data.validation))
             found, held_back = found[:cut], found[cut:]
         documents = InMemory(found, config.seed, data.shuffle)
         words, longest = _said(files, found, held_back, encoder, layout), max(map(len, found), default=0)

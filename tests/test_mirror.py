@@ -61,7 +61,6 @@ train/models/gpt.py
 train/resume.py
 train/run/account.py
 train/run/baseline.py
-train/run/memory.py
 train/run/metrics.py
 train/run/progress.py
 train/run/reporter.py

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import app
+from penstock.errors import UsageError
 from penstock.train.generation import opening
 from penstock.train.generation.codec import ByteCodec
 from penstock.train.generation.sampling import Sampling
@@ -53,6 +54,17 @@ def test_an_answer_is_written_without_its_question_and_a_text_goes_on_from_its_p
     assert said("--chat", "why ü?") == "[WHY Ü?]\n"
     assert said("--prompt", "abc") == "abcABC\n"
     assert said("--chat", "why", "--tokens", "3") == "[WH\n"
+
+
+def test_a_prompt_that_is_refused_is_not_written_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its length is known to be too much when the first token is asked for; by then the prompt was on the screen."""
+
+    def refuse(*_: Any) -> Iterator[tuple[int, int]]:
+        raise UsageError("too long")
+        yield
+
+    monkeypatch.setattr(opening, "open_writer", lambda *_: opening.Writer(Questions(), refuse))
+    assert said("--prompt", "abc", code=2) == "penstock: too long\n"
 
 
 def test_several_are_written_when_all_are_complete() -> None:

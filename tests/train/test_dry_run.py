@@ -13,6 +13,8 @@ from penstock.train import dry_run
 from penstock.train.build import build_model
 from penstock.train.config.consistent import check_consistent
 from penstock.train.config.read import load_config
+from penstock.train.data.batch import DataBatch
+from penstock.train.data.batches import open_data
 from penstock.train.dry_run import make_plan
 
 SMALL = [
@@ -88,6 +90,33 @@ def test_ranks_that_are_threads_are_one_row(settings: list[str], monkeypatch: py
     kinds = (2 * row.weights, row.gradients, 2 * row.optimizer, row.activations)  # twice: a checkpoint's copy
     assert row.process == 300_000_000 + sum(kinds)
     assert plan.text().splitlines()[-1].split()[0] == "all"
+
+
+def test_activations_are_those_of_the_step_that_the_run_counts(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were those of the first step, whose rows may be shorter; what is longer later is said."""
+    monkeypatch.setattr(dry_run, "process_bytes", lambda *_, forked: 0)
+    rows = tmp_path / "rows.jsonl"
+
+    def plan(*lengths: int) -> dry_run.DryRun:
+        """Of as many steps, each with rows of one length."""
+        written = [{"input_ids": [1] * (length + 1)} for length in lengths for _ in range(8)]
+        rows.write_text("".join(json.dumps(row) + "\n" for row in written))
+        return make_plan(load_config(None, [*settings, f"data.source={rows}", "data.shuffle=false"]))
+
+    ragged, even = plan(4, 32, 8), plan(32, 32)
+    assert [row.activations for row in ragged.memory] == [row.activations for row in even.memory]
+    assert not ragged.notes
+    (note,) = plan(8, 4).notes
+    assert note.startswith("activations are of rows of 4 tokens")
+    assert note.endswith("with rows of 8 there are more")
+
+
+def test_divided_tensors_are_said_to_be_counted_whole() -> None:
+    config = load_config(None, ["mesh.tp=2"])
+    (note,) = dry_run.memory_notes(config, open_data(config), DataBatch((), {}, None, 0))
+    assert note.startswith("activations are an upper bound: tensors inside layers are divided by mesh.tp, 2")
 
 
 @pytest.mark.slow

@@ -260,6 +260,28 @@ def test_a_bad_number_stops_the_run_and_the_module_is_named(
     assert len(read_metrics(folder.metrics)) == 2
 
 
+def bad_from_the_start() -> tuple[nn.Module, Any]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with torch.no_grad():
+        model[1].bias[3] = math.nan
+    return model, nn.functional.mse_loss
+
+
+def test_weights_that_begin_bad_are_named_and_no_setting_is_advised(
+    tmp_path: Path, text: Path, mine: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lower rate was advised where the folder's own weights held NaN."""
+    config = config_of(tmp_path, text, *mine, "model.source=my_run:bad_from_the_start")
+    words = (
+        r"stage 1: the parameter 1.bias was already NaN before the step\. The model begins with it: .*from_the_start$"
+    )
+    with pytest.raises(NonFinite, match=words):
+        trained(config)
+    monkeypatch.setattr("penstock.train.steps.is_pretrained", lambda _: True)
+    with pytest.raises(NonFinite, match=r"The weights in .* hold it, before any training; write that folder again"):
+        trained(config)
+
+
 def test_a_bad_step_is_left_out_by_option_and_too_many_end_the_run(tmp_path: Path, text: Path, mine: list[str]) -> None:
     once = [*mine, "training.nonfinite=skip", "model.options={after=8, only=4}"]
     config = config_of(tmp_path, text, *once)

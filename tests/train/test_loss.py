@@ -125,6 +125,29 @@ def test_a_step_without_targets_is_refused() -> None:
         GivenLoss(mean_loss, "rows").count({})
 
 
+def test_the_loss_of_tokens_is_computed_once_per_microbatch_whatever_the_batch() -> None:
+    """The check whether losses of microbatches add up came back with each new kind of batch: in the second pass of an
+    accumulated step, its tensors were counted as activations, half as much again as a dry run had predicted."""
+
+    class Counting(TokenLoss):
+        calls = 0
+
+        def __call__(self, *given: Any, **more: Any) -> Tensor:
+            self.calls += 1
+            return super().__call__(*given, **more)
+
+    loss = Counting()
+    example = (batches()[0][0],)
+    with penstock.Pipeline(
+        model(), stages=2, microbatches=4, loss_fn=loss, loss_options=loss.options, example=example
+    ) as pipe:
+        for number, (ids, target) in enumerate(batches(), 1):
+            width = LENGTH - number
+            (share,) = loss.shares([target[:, :width]])
+            pipe.step(ids[:, :width], target=target[:, :width], loss_kwargs=share)
+            assert loss.calls == 4 * number
+
+
 def test_evaluations_are_averaged_by_what_they_count() -> None:
     mean = MeanLoss(TokenLoss())
     assert mean.value is None

@@ -81,10 +81,11 @@ def generate(
     encode = writer.codec.encode_question if questions else writer.codec.encode
     pieces = _pieces(writer, [encode(begin) for begin in begins], count, sampling)
     if len(begins) == 1 and not as_json:
-        sys.stdout.write("" if questions else begins[0])
+        unsaid = "" if questions else begins[0]  # until the first token is there: what is refused says nothing else
         for _, text in pieces:
-            sys.stdout.write(text)
+            sys.stdout.write(unsaid + text)
             sys.stdout.flush()
+            unsaid = ""
         write("")
         return
     texts = [""] * len(begins)

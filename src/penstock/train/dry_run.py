@@ -6,12 +6,14 @@ step is trained and nothing is written. Memory is predicted by kind, as the run 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from penstock.errors import PenstockError
 from penstock.model.balance.profile import Weight
@@ -24,13 +26,16 @@ from penstock.schedule import Costs, Schedule, Timeline, simulate
 from penstock.train.build import build_model, build_pipeline, example_of
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import libraries_of
-from penstock.train.data.batches import open_data
-from penstock.train.data.vocabulary import check_vocabulary
+from penstock.train.data.batch import DataBatch, DataBatches
+from penstock.train.data.batches import check_validation, open_data
+from penstock.train.data.row_batches import RowBatches
+from penstock.train.data.vocabulary import check_vocabulary, position_warning
 from penstock.train.models.huggingface import left_out, tensor_plan_of
 from penstock.train.run.account import exchanged_bytes, optimizer_states, rank_memory
 from penstock.train.run.activations import measure_activations
+from penstock.train.run.allocations import bytes_of
 from penstock.train.run.baseline import process_bytes
-from penstock.train.run.memory import Memory, memory_table
+from penstock.train.run.memory import COUNTED, Memory, memory_table
 from penstock.train.updates.ema import averaged_as
 
 
@@ -46,6 +51,7 @@ class DryRun:
     memory: tuple[
         Memory, ...
     ]  # by rank of a pipeline, or one of all that are threads; without activations where they could not be measured
+    notes: tuple[str, ...] = ()  # how the memory may differ from the run's
 
     def text(self, width: int | None = None) -> str:
         lines = [self.table, f"data      {self.data}", "", self.schedule.draw(width=width), ""]
@@ -62,6 +68,7 @@ class DryRun:
             f"predicted memory, at most {peak / 1e6:,.0f} MB in a process: its tensors, the copy that a checkpoint "
             f"is written from, and what Python and torch take by themselves"
         )
+        lines += self.notes
         in_threads = len(self.memory) < self.schedule.ranks
         return "\n".join([*lines, "", memory_table(self.memory, ["all"] if in_threads else None)])
 
@@ -69,6 +76,7 @@ class DryRun:
 def make_plan(config: TrainConfig) -> DryRun:
     """Build the pipeline of a configuration, and measure its pieces."""
     data = open_data(config)
+    check_validation(config, data)
     batch = data.first().share(0, config.mesh.replicas)
     model, loss = build_model(config)
     check_vocabulary(config, model, data)
@@ -79,13 +87,45 @@ def make_plan(config: TrainConfig) -> DryRun:
         stages = _measured(config, pipe, example_of(batch, config.pipeline.microbatches))
         schedule, split = pipe.schedule, pipe.deployment.staged
         counts = list(split.balance) if split.cuts else None
-        activations = None if stages is None else measure_activations(config, schedule, counts, batch, _zeros)
+        largest = _second_step(config, data)
+        activations = None if stages is None else measure_activations(config, schedule, counts, largest, _zeros)
         timeline = simulate(schedule)
         if stages is not None:
             times = [sum(weight.milliseconds for weight in weights) / 3 for weights in stages]
             timeline = simulate(schedule, Costs(forward=times, input=times, weight=times))
         memory = _memory(config, pipe, activations)
-        return DryRun(f"{table}\n\n{how}", data.words, schedule, timeline, stages is not None, memory)
+        notes = tuple(memory_notes(config, data, largest))
+        words = "\n".join(filter(None, [data.words, position_warning(model, data)]))
+        return DryRun(f"{table}\n\n{how}", words, schedule, timeline, stages is not None, memory, notes)
+
+
+def _second_step(config: TrainConfig, data: DataBatches) -> DataBatch:
+    """The largest batch of the step in which a run counts its activations."""
+    passes = config.training.accumulate
+    batches = [data.at(number) for number in range(passes * min(COUNTED, config.training.steps))]
+    own = [batch.share(0, config.mesh.replicas) for batch in batches[-passes:]]
+    return max(own, key=lambda batch: bytes_of(_tensors_in(batch)))
+
+
+def memory_notes(config: TrainConfig, data: DataBatches, batch: DataBatch) -> Iterator[str]:
+    """How the memory that was predicted with `batch` may differ from the run's."""
+    if config.mesh.tp > 1:
+        yield (
+            f"activations are an upper bound: tensors inside layers are divided by mesh.tp, {config.mesh.tp}; what "
+            f"torch loads to divide them may add a fifth to a process"
+        )
+    if isinstance(data, RowBatches) and not config.data.packing:
+        width = max(tensor.shape[1] for tensor in _tensors_in(batch) if tensor.dim() > 1)
+        if width < data.longest:
+            yield (
+                f"activations are of rows of {width} tokens, the longest of the second step, as the run counts them; "
+                f"with rows of {data.longest} there are more"
+            )
+
+
+def _tensors_in(batch: DataBatch) -> list[Tensor]:
+    leaves = pytree.tree_leaves((batch.args, batch.kwargs, batch.target))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def _zeros(name: str, tensor: Tensor) -> None:

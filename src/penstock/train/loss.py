@@ -48,7 +48,7 @@ class TokenLoss(StepLoss):
     by its coefficient, as a mean over microbatches, because it is not a sum over tokens.
     """
 
-    options = LossOptions(reduction="sum")
+    options = LossOptions(reduction="sum", per_microbatch=True)  # a sum over rows, which needs no check by batches
 
     def __init__(self, weight: str = "tokens", label_smoothing: float = 0.0, router: float = 0.0) -> None:
         self.weight, self.label_smoothing, self.router = weight, label_smoothing, router

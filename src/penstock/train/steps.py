@@ -9,9 +9,12 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from penstock.files.adapters import is_adapter
 from penstock.pipeline import StepResult
+from penstock.train.config.source import HUGGINGFACE
 from penstock.train.data.batch import DataBatch
 from penstock.train.loss import shares_of
+from penstock.train.models.huggingface import is_pretrained
 from penstock.train.overlapped import Trained, train_overlapped
 from penstock.train.run.memory import MemoryWatch
 from penstock.train.run_state import RunState
@@ -121,9 +124,24 @@ class Steps:
         if again is not None:
             if self._state.scaler is not None:
                 self._state.scaler.update()
-            what += f". First bad: {find_culprit(self._state.pipe, again)}"
+            culprit = find_culprit(self._state.pipe, again)
+            what += f". First bad: {culprit.words}"
             remedy = "lower optimizer.lr or optimizer.clip"
+            if culprit.parameter and self.skips == step:  # no step has changed a weight
+                raise NonFinite(f"step {step}: {what}. {self._beginning(culprit.parameter)}")
         raise NonFinite(
             f"step {step}: {what}. The newest checkpoint is from before it; {remedy}, or set training.nonfinite=skip "
             f"to leave such steps out"
         )
+
+    def _beginning(self, parameter: str) -> str:
+        """Where a parameter that was bad from the start has its values from, and what to do about it."""
+        adapter, source = self._config.lora.adapter, self._config.model.source
+        if adapter is not None and is_adapter(parameter):
+            return f"The adapter in {adapter} holds it (lora.adapter); take one that was saved before that"
+        if is_pretrained(self._config):
+            return (
+                f"The weights in {source.removeprefix(HUGGINGFACE)} hold it, before any training; write that folder "
+                f'again, or start without its weights by model.init = "random"'
+            )
+        return f"The model begins with it: model.source is {source}"

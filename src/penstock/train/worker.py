@@ -36,9 +36,9 @@ from penstock.train.config.consistent import stages_of
 from penstock.train.config.elastic import describe_layout, layout_for
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatches
-from penstock.train.data.batches import open_data
+from penstock.train.data.batches import check_validation, open_data
 from penstock.train.data.packing_check import check_packing
-from penstock.train.data.vocabulary import check_vocabulary, vocabulary_of
+from penstock.train.data.vocabulary import check_vocabulary, position_warning, vocabulary_of
 from penstock.train.launch.attempts import new_prefix
 from penstock.train.launch.parent import die_with
 from penstock.train.launch.rank_notes import leave_note, note_path, ready_path
@@ -113,6 +113,7 @@ def train_here(job: Job, stop: Stop) -> int:
     with _group(config, processes):
         seed_generators(config.seed)  # a shuffle by Python's own `random` is the same on all ranks, too
         data = open_data(config)
+        check_validation(config, data)
         state = RunState.of(config, _pipeline(config, folder, data, processes), data)
         share, peak = utilisation(config, state.pipe, data.first())
         checkpointer = _checkpointer(config, folder)
@@ -170,6 +171,8 @@ def _first_lines(job: Job, state: RunState, peak: str, checkpointer: Checkpointe
         yield f"data      {state.data.words}"
         if peak:
             yield f"peak      {peak}"
+    if warning := position_warning(state.pipe.deployment.staged.model, state.data):
+        yield warning
     if changed := getattr(state.data, "changed", ""):
         yield f"note: {changed}; losses will not be those of a run that was never stopped"
 

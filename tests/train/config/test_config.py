@@ -81,6 +81,7 @@ def test_the_command_line_changes_the_file(tmp_path: Path) -> None:
         ("training.steps=0", "training.steps is 0; it takes a whole number, 1 or more"),
         ("optimizer.lr=nan", "optimizer.lr is nan; it takes a finite number above 0"),
         ("optimizer.lr=inf", "optimizer.lr is inf"),
+        ("lora.alpha=0", "lora.alpha is 0.0; it takes a finite number above 0"),
         ("optimizer.decay=cosin", 'takes one of "constant", "linear", "cosine", "wsd" \\(nearest: "cosine"\\)'),
         ("checkpoint.async_save=1", "checkpoint.async_save is 1; it takes true or false"),
         ("pipeline=5", "pipeline is a table, not 5; its keys are ranks"),

@@ -51,12 +51,21 @@ def test_a_row_ends_with_its_end_and_others_go_on() -> None:
         assert ended[row] == wanted
 
 
-@pytest.mark.parametrize("number", [0, 1], ids=["llama", "gpt2"])
-def test_a_text_beyond_the_models_positions_is_refused_with_the_room_that_is_left(number: int) -> None:
-    model = models()[number]
-    greedy = Sampling(temperature=0)
+def test_a_text_beyond_a_table_of_positions_is_refused_with_the_room_that_is_left() -> None:
+    model, greedy = models()[1], Sampling(temperature=0)
     assert len(list(continue_together(model, None, [[1] * 10], 7, greedy))) == 7
     with pytest.raises(UsageError, match=r"10 tokens and 8 more go beyond the 16 positions .*; --tokens 7 is the most"):
         list(continue_together(model, None, [[1] * 10], 8, greedy))
     with pytest.raises(UsageError, match=r"17 tokens and 1 more go beyond .*; give a shorter one"):
         list(continue_together(model, None, [[1] * 17], 1, greedy))
+
+
+def test_a_text_beyond_positions_that_are_computed_is_written_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """As training does, which could make a model longer than `generate` would let it write."""
+    model, greedy = models()[0], Sampling(temperature=0)
+    assert len(list(continue_together(model, None, [[1] * 10], 7, greedy))) == 7
+    assert not caplog.messages
+    assert len(list(continue_together(model, None, [[1] * 10], 8, greedy))) == 8
+    (words,) = caplog.messages
+    assert "8 more go beyond the 16 positions that the model was made for" in words
+    assert words.endswith("--tokens 7 is the most")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from penstock.schedule import Action, Op, Schedule
 from penstock.train.config.read import load_config
-from penstock.train.run.activations import _Compute, _kinds, _Measured, _most, _Way
+from penstock.train.data.batch import DataBatch
+from penstock.train.run.activations import _Compute, _kinds, _Measured, _most, _Way, largest_microbatch
 
 PLAIN = _Measured(
     {
@@ -40,3 +43,15 @@ def test_each_microbatch_is_run_as_the_schedule_says() -> None:
     schedule = Schedule(["0F0 0F1 0B0 0I1 0W1"])
     config = load_config(None, ["pipeline.recompute=except_last"])
     assert _kinds(config, schedule) == {(0, 0): _Way(False, True), (0, 1): _Way(True, False)}
+
+
+def test_the_largest_microbatch_is_measured() -> None:
+    """Under data.max_tokens a dry run failed; rows that microbatches do not share evenly were left out."""
+    ids = torch.arange(20).view(5, 4)
+    mask = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0], [1, 0, 0, 0], [1, 0, 0, 0]])
+    batch = DataBatch((), {"input_ids": ids, "attention_mask": mask}, ids, 20)
+    by_rows = largest_microbatch(load_config(None, ["pipeline.microbatches=2"]), batch)
+    assert by_rows.kwargs["input_ids"].tolist() == by_rows.target.tolist() == ids[:3].tolist()
+    config = load_config(None, ["pipeline.microbatches=2", "data.max_tokens=4", "data.sequence=4"])
+    by_tokens = largest_microbatch(config, batch)
+    assert by_tokens.kwargs["input_ids"].tolist() == by_tokens.target.tolist() == ids[[0, 2, 3, 4], :1].tolist()

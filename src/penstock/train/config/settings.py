@@ -51,7 +51,9 @@ class Lora:
     """Low-rank adapters, through peft: only they are trained."""
 
     rank: int = key(0, "rank of the adapters; 0: none, unless lora.adapter has some", least=0)
-    alpha: float | None = key(None, "what their product is multiplied by is alpha / rank (default: twice the rank)")
+    alpha: float | None = key(
+        None, "what their product is multiplied by is alpha / rank (default: twice the rank)", above=0
+    )
     dropout: float = key(0.0, "share of an adapter's inputs that training drops", least=0, most=0.9)
     targets: list[str] = key(
         [],
@@ -110,7 +112,10 @@ class Data:
         1000, "documents that are packed together, and under streaming shuffled among each other", least=1
     )
     validation: float = key(
-        0.05, "share of the tokens or rows, from their end, that is kept for evaluation", least=0, most=0.9
+        0.05,
+        "share of the tokens or rows, from their end, that is kept for evaluation; of rows, at least one",
+        least=0,
+        most=0.9,
     )
     validation_source: str | list[str] = key([], "rows to evaluate with instead of such a share; as data.source")
 

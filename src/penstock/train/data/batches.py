@@ -34,7 +34,7 @@ class TokenBatches:
 
     def __init__(self, tokens: Tokens, rows: int, sequence: int, seed: int, held_back: float) -> None:
         self.words = tokens.words
-        self.rows, self.sequence, self.seed = rows, sequence, seed
+        self.rows, self.sequence, self.longest, self.seed = rows, sequence, sequence, seed
         cut = len(tokens) - int(len(tokens) * held_back)
         self._training, self._validation = tokens.part(0, cut), tokens.part(cut, len(tokens))
         self._fingerprint = tokens.fingerprint
@@ -242,3 +242,14 @@ def open_data(config: TrainConfig) -> DataBatches:
     tokenizer = open_tokenizer(data.tokenizer, data.end) if data.tokenizer else None
     tokens = read_tokens(data.source, data.tokens, tokenizer)
     return TokenBatches(tokens, rows, data.sequence, config.seed, data.validation)
+
+
+def check_validation(config: TrainConfig, data: DataBatches) -> None:
+    """UsageError where a run is to end by evaluations, and there is nothing to evaluate with."""
+    if config.evaluation.patience is not None and data.validation(0) is None:
+        raise UsageError(
+            f"evaluation.patience is {config.evaluation.patience}, and there is not one row to evaluate with: "
+            f"data.validation is {config.data.validation:g}, data.sequence {config.data.sequence} ({data.words}). Give "
+            f"more data, a larger data.validation or, for rows, data.validation_source (a module:function gives "
+            f"batches by validation(number)), or leave evaluation.patience out"
+        )

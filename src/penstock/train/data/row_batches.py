@@ -92,10 +92,12 @@ class RowBatches:
         window: int,
         seed: int,
         shuffle: bool,
+        longest: int,
         words: str,
         tally: Tally,
     ) -> None:
         self.words, self.changed = words, ""
+        self.longest = longest  # tokens that a document may have: under streaming, they are not known yet
         self.limit: int | None = None  # how many tokens the model knows
         self._tally = tally
         self._documents, self._layout = documents, layout
@@ -216,14 +218,15 @@ def open_row_batches(config: TrainConfig) -> RowBatches:
     held_back = _read_all(open_rows("data.validation_source", data.validation_source, {}), encoder)
     if data.streaming:
         documents: Documents = Streamed(files, encoder)
-        words = f"rows of {_names(files)}, read while training goes on"
+        words, longest = f"rows of {_names(files)}, read while training goes on", data.sequence
     else:
         found = _read_all(files, encoder)
         if not data.validation_source:
-            cut = len(found) - int(len(found) * data.validation)
+            least = 1 if data.validation and config.evaluation.every and len(found) > 1 else 0
+            cut = len(found) - max(least, int(len(found) * data.validation))
             found, held_back = found[:cut], found[cut:]
         documents = InMemory(found, config.seed, data.shuffle)
-        words = _said(files, found, held_back, encoder, layout)
+        words, longest = _said(files, found, held_back, encoder, layout), max(map(len, found), default=0)
     return RowBatches(
         documents,
         held_back,
@@ -232,6 +235,7 @@ def open_row_batches(config: TrainConfig) -> RowBatches:
         window=data.window,
         seed=config.seed,
         shuffle=data.shuffle,
+        longest=longest,
         words=words,
         tally=encoder.tally,
     )

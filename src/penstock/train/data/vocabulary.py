@@ -50,15 +50,35 @@ def check_vocabulary(config: TrainConfig, model: nn.Module, data: Any) -> None:
             )
 
 
-def _check_positions(config: TrainConfig, model: Any, data: Any) -> None:
-    """UsageError where rows may be longer than a model's table of positions; models that compute them have none."""
+def positions_of(model: Any) -> tuple[int | None, bool]:
+    """How many positions a model was made for, if it says so; and whether it has a table of them, and thus no more."""
     known = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if not isinstance(known, int) or config.data.sequence <= known or not isinstance(data, RowBatches | TokenBatches):
-        return
+    if not isinstance(known, int):
+        return None, False
     words = model.get_input_embeddings()
     tables = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not words]
-    if any(known <= each.num_embeddings <= known + 2 for each in tables):  # some keep two for padding
+    return known, any(known <= each.num_embeddings <= known + 2 for each in tables)  # some keep two for padding
+
+
+def _check_positions(config: TrainConfig, model: Any, data: Any) -> None:
+    """UsageError where rows may be longer than a model's table of positions."""
+    known, has_table = positions_of(model)
+    if known is None or config.data.sequence <= known or not isinstance(data, RowBatches | TokenBatches):
+        return
+    if has_table:
         raise UsageError(
             f"data.sequence is {config.data.sequence}, and {type(model).__name__} of {config.model.source} has a table "
             f"of {known} positions; set data.sequence to {known} or less"
         )
+
+
+def position_warning(model: Any, data: Any) -> str:
+    """What to say where a model computes its positions, and rows go beyond those that it was made for; else empty."""
+    known, _ = positions_of(model)
+    longest = data.longest if isinstance(data, RowBatches | TokenBatches) else 0
+    if known is None or longest <= known:
+        return ""
+    return (
+        f"warning: rows have up to {longest:,} tokens, and the model was made for {known:,} (max_position_embeddings): "
+        f"it has not learned the positions beyond; set data.sequence to {known} or less, unless it is to learn them now"
+    )

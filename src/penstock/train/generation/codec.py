@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from penstock.errors import UsageError
 from penstock.files import TOKENIZER_FILES
 from penstock.train.config.settings import TrainConfig
+from penstock.train.data.paths import holds_rows
 
 if TYPE_CHECKING:
     from penstock.train.data.tokenizer import Tokenizer
@@ -113,14 +114,24 @@ class _TokenReader:
 
 def codec_of(config: TrainConfig, origin: Mapping[str, Any] | None) -> Codec:
     """What a run's tokens mean: by its tokenizer, else by that of the model's folder, else as bytes."""
-    if config.data.tokenizer:
-        return TokenizerCodec(config.data.tokenizer, config.data.end)
-    folder = (origin or {}).get("folder", "")
-    if folder and any(Path(folder, name).is_file() for name in TOKENIZER_FILES):
-        return TokenizerCodec(folder, config.data.end)
-    if config.data.tokens in ("bytes", "uint8"):
+    if path := tokenizer_path(config, (origin or {}).get("folder", "")):
+        return TokenizerCodec(path, config.data.end)
+    if reads_bytes(config):
         return ByteCodec()
+    what = "rows held input_ids" if holds_rows(config.data) else f"data.tokens was {config.data.tokens}"
     raise UsageError(
-        f"data.tokens was {config.data.tokens}, and nothing says what these numbers mean; text can be written where a "
-        f"tokenizer is in the model's folder, or where tokens are bytes"
+        f"{what}, and nothing says what these numbers mean; text can be written where a tokenizer is in the model's "
+        f"folder, or where tokens are bytes"
     )
+
+
+def tokenizer_path(config: TrainConfig, folder: str) -> str:
+    """The tokenizer of a run, else the folder of its model if that has one; empty where there is none."""
+    if config.data.tokenizer:
+        return config.data.tokenizer
+    return folder if folder and any(Path(folder, name).is_file() for name in TOKENIZER_FILES) else ""
+
+
+def reads_bytes(config: TrainConfig) -> bool:
+    """Whether a run without a tokenizer reads text as bytes; rows without one are numbers."""
+    return config.data.tokens in ("bytes", "uint8") and not holds_rows(config.data)

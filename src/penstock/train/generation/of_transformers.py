@@ -6,6 +6,7 @@ place for all, and each row draws with a generator of its own: what it becomes d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ from penstock.checkpoint.named_tensors import AVERAGE
 from penstock.errors import UsageError
 from penstock.files.adapters import is_adapter
 from penstock.train.config.settings import TrainConfig
+from penstock.train.data.vocabulary import positions_of
 from penstock.train.generation.sampling import Sampling
 from penstock.train.models.huggingface import build_huggingface, left_out, values_of
 from penstock.train.models.lora import add_adapters, has_adapters
+
+log = logging.getLogger("penstock.train")
 
 
 def open_model(checkpoint: Path, config: TrainConfig, threads: int | None = None) -> nn.Module:
@@ -97,12 +101,13 @@ def continue_together(
 
 
 def _check_length(model: Any, longest: int, count: int) -> None:
-    """UsageError where a text would go beyond the positions that the model has: it has never seen them."""
-    known = getattr(model.config, "max_position_embeddings", None)
-    if known is not None and longest + count > known + 1:  # the last token is not read again
-        room = known + 1 - longest
-        remedy = f"--tokens {room} is the most" if room > 0 else "give a shorter one"
-        raise UsageError(
-            f"a prompt of {longest} tokens and {count} more go beyond the {known} positions that the model knows; "
-            f"{remedy}"
-        )
+    """UsageError where a text would go beyond a model's table of positions; a warning where it computes them."""
+    known, has_table = positions_of(model)
+    if known is None or longest + count <= known + 1:  # the last token is not read again
+        return
+    room = known + 1 - longest
+    remedy = f"--tokens {room} is the most" if room > 0 else "give a shorter one"
+    beyond = f"a prompt of {longest} tokens and {count} more go beyond the {known} positions that the model"
+    if has_table:
+        raise UsageError(f"{beyond} knows; {remedy}")
+    log.warning(f"warning: {beyond} was made for (max_position_embeddings); within them, {remedy}")

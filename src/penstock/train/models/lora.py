@@ -11,6 +11,7 @@ import math
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from penstock.model.lazy import is_lazy, lazy
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE
 
-SHOWN = 8  # names in an error
+LINEAR = (nn.Linear.__name__, "Conv1D")  # transformers' own, of GPT-2, keeps its weight the other way
 
 
 def has_adapters(config: TrainConfig) -> bool:
@@ -56,23 +57,33 @@ def add_adapters(config: TrainConfig, model: nn.Module) -> nn.Module:
 def unmatched_target(config: TrainConfig, model: nn.Module) -> str:
     """The error about a target that no layer's name ends in, with near names; empty where each target has a layer."""
     names = [name for name, _ in model.named_modules() if name]
-    layers = sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if isinstance(layer, nn.Linear)})
+    linear = [name for name, layer in model.named_modules() if type(layer).__name__ in LINEAR]
+    layers = sorted({name.rpartition(".")[2] for name in linear})
     if not config.lora.targets:
-        named = ", ".join(f'"{name}"' for name in layers[:SHOWN])
+        named = ", ".join(f'"{name}"' for name in layers)
         return f'peft knows no layers for this model by itself; name some, of {named}, or ["all-linear"]'
     for target in config.lora.targets:
         if target != "all-linear" and not any(f".{name}".endswith(f".{target}") for name in names):
-            near = difflib.get_close_matches(target, layers, SHOWN, 0.4) or layers[:SHOWN]
-            return f"{target!r} is the name of no layer of the model; among its linear layers are {', '.join(near)}"
+            near = difflib.get_close_matches(target, layers, cutoff=0.4)
+            named = ", ".join(dict.fromkeys([*near, *layers]))
+            return f"{target!r} is the name of no layer of the model; its linear layers are {named}"
     return ""
 
 
 def adapter_values(config: TrainConfig) -> Callable[[str, Tensor], Any]:
     """What fills the parameters of adapters: the folder that they start from, or peft's usual beginning."""
     if config.lora.adapter is not None:
-        weights = PretrainedFolder(config.lora.adapter, ADAPTER_WEIGHTS)
-        return lambda name, tensor: weights(name_in_adapter_file(name), tensor)
+        return partial(_read_adapter, PretrainedFolder(config.lora.adapter, ADAPTER_WEIGHTS))
     return lambda name, tensor: begin_adapter(config.seed, name, tensor)
+
+
+def _read_adapter(weights: PretrainedFolder, name: str, tensor: Tensor) -> None:
+    try:
+        weights(name_in_adapter_file(name), tensor)
+    except UsageError as error:
+        raise UsageError(
+            f"lora.adapter: {error}; this adapter was made for another model: its {ADAPTER_CONFIG} names which"
+        ) from None
 
 
 def begin_adapter(seed: int, name: str, tensor: Tensor) -> None:

@@ -23,6 +23,7 @@ from penstock.schedule import Action, Op, Schedule
 from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatch
+from penstock.train.data.layouts import split_of
 from penstock.train.loss import shares_of
 from penstock.train.run.allocations import COMPUTES, Allocations, Arrivals
 
@@ -81,35 +82,40 @@ def _kinds(config: TrainConfig, schedule: Schedule) -> dict[tuple[int, int], _Wa
 
 
 def _measure(config: TrainConfig, stages: int, kind: _Way, balance: Any, batch: DataBatch, values: Init) -> _Measured:
-    """Run one microbatch of the size that they have through all stages."""
+    """Run the largest microbatch of a batch through all stages."""
     backward = ("I", "W") if kind.split else ("B",)
     row = [f"{stage}F0" for stage in range(stages)]
     row += [f"{stage}{op}0" for stage in reversed(range(stages)) for op in backward]
     recompute: Any = "always" if kind.recomputed else "never"
     alone = replace(config.pipeline, microbatches=1, ranks=1, stages=stages, recompute=recompute)
-    first = _rows(batch, config.pipeline.microbatches)
+    largest = largest_microbatch(config, batch)
     model, loss = build_model(config)
     with build_pipeline(
-        replace(config, pipeline=alone),
+        replace(config, pipeline=alone, data=replace(config.data, max_tokens=None)),  # it is cut already
         model,
         loss,
-        first,
+        largest,
         ranks=1,
         balance=balance,
         schedule=Schedule([row]),
         transport="threads",
         values=values,
     ) as pipe:
-        return _run(pipe, first)
+        return _run(pipe, largest)
 
 
-def _rows(batch: DataBatch, microbatches: int) -> DataBatch:
-    """The first microbatch of a batch."""
+def largest_microbatch(config: TrainConfig, batch: DataBatch) -> DataBatch:
+    """The microbatch of a batch with most tokens; cut by rows, all have as many, up to one row."""
+    microbatches, by_tokens = config.pipeline.microbatches, split_of(config.data).split
+    plan = None if by_tokens is None else by_tokens.plan(batch.args, batch.kwargs, microbatches, fixed=False)
 
     def cut(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.dim():
             return value
-        return value[: max(1, len(value) // microbatches)]
+        if plan is None:
+            return value[: -(-len(value) // microbatches)]
+        number = plan.tokens.index(max(plan.tokens))
+        return value[plan.index[number], : plan.widths[number]]
 
     args, kwargs, target = pytree.tree_map(cut, (batch.args, batch.kwargs, batch.target))
     return DataBatch(args, kwargs, target, batch.tokens)

@@ -12,6 +12,7 @@ from penstock.checkpoint.disk.manifest import BEST, best_of, newest_first
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE
 from penstock.train.data.paths import holds_rows
+from penstock.train.generation.codec import reads_bytes, tokenizer_path
 from penstock.train.run.progress import of_time
 from penstock.train.run.run_folder import RunFolder
 from penstock.train.run.run_page import save_run_page
@@ -55,7 +56,8 @@ def what_next(config: TrainConfig, root: Path) -> Iterator[str]:
     """The commands that make something of a run that is complete."""
     huggingface = config.model.source.startswith(HUGGINGFACE)
     run = shlex.quote(str(root))
-    if (config.model.source == "gpt" or huggingface) and (config.data.tokenizer or config.data.tokens == "bytes"):
+    folder = config.model.source.removeprefix(HUGGINGFACE) if huggingface else ""
+    if (config.model.source == "gpt" or huggingface) and (tokenizer_path(config, folder) or reads_bytes(config)):
         prompt = "--chat 'your question'" if _learns_chats(config) else "--prompt 'def '"
         yield f"try it      penstock generate {run} {prompt}"
     if huggingface:

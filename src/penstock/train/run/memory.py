@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
     from penstock.train.updates.ema import WeightAverage
 
-COUNTED = 2  # steps of a start
+COUNTED = 2  # the step of a start in which activations are counted: in the first, the loss is checked as well
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Memory:
     weights: float
     gradients: float
     optimizer: float  # its state, and the average of the weights where one is kept
-    activations: float | None  # None where they could not be measured
+    activations: float | None  # None where they could not be measured, or a run had no second step
     process: float
 
 
@@ -75,9 +75,9 @@ class MemoryWatch:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around a training step."""
-        number, self._steps = self._steps, self._steps + 1
+        self._steps += 1
         with self._passes:
-            if number < COUNTED and self._is_one_rank and Allocations.can_count():
+            if self._steps == COUNTED and self._is_one_rank and Allocations.can_count():
                 self._passes.enter_context(self._count())
             yield
 
@@ -86,8 +86,7 @@ class MemoryWatch:
         """See what comes and goes in the passes of a step."""
         with Arrivals(self._pipe) as arrivals, Allocations() as allocations:
             yield
-        most = most_at_once([*allocations.passing(), *arrivals.spans(allocations.actions)])
-        self._activations = float(most)  # of the last such step: in the first, the loss is checked as well
+        self._activations = float(most_at_once([*allocations.passing(), *arrivals.spans(allocations.actions)]))
 
     def see_gradients(self) -> None:
         """In a step, when all gradients are there."""

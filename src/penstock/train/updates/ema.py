@@ -4,8 +4,8 @@ Each process averages the parameters that it owns, shard by shard where they are
 process whatever the layout. It is changed after each optimizer step, evaluated with, and saved under the parameters'
 own names, so that a checkpoint gives it back in another layout too. Buffers and frozen parameters are not averaged.
 
-The decay of update n is min(decay, (1 + n) / (10 + n)): the first weights, which are far from where training goes, are
-soon forgotten.
+The decay of update n, counted from 0, is min(decay, (1 + n) / (10 + n)): the first weights, which are far from where
+training goes, are soon forgotten.
 """
 
 from __future__ import annotations

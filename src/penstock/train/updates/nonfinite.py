@@ -31,10 +31,18 @@ class _Found(NamedTuple):
     stage: int
     order: int
     words: str
+    parameter: str = ""
 
 
-def find_culprit(pipe: Pipeline, again: Callable[[], Any]) -> str:
-    """Run the step again, on every rank, and say where the first bad number is: the same words on all of them.
+class Culprit(NamedTuple):
+    """Where the first bad number is, in words; `parameter` names the one that had it before the step, if one had."""
+
+    words: str
+    parameter: str = ""
+
+
+def find_culprit(pipe: Pipeline, again: Callable[[], Any]) -> Culprit:
+    """Run the step again, on every rank, and say where the first bad number is: the same on all of them.
 
     Gradients are left dropped. What the step did to buffers (running statistics) it does twice.
     """
@@ -49,16 +57,16 @@ def find_culprit(pipe: Pipeline, again: Callable[[], Any]) -> str:
     answers = Processes(pipe, "the search for a bad number").exchange((found, gradients))
     outputs = sorted(entry for entries, _ in answers for entry in entries)
     if outputs:
-        stage, _, words = outputs[0]
-        return f"stage {stage}: {words}"
+        stage, _, words, parameter = outputs[0]
+        return Culprit(f"stage {stage}: {words}", parameter)
     last = pipe.deployment.staged.stages - 1
     if bad_loss:
-        return f"stage {last}: the loss function; every module's output was finite"
+        return Culprit(f"stage {last}: the loss function; every module's output was finite")
     # the backward goes from the end
     later = sorted((entry for _, entries in answers for entry in entries), reverse=True)
     if later:
-        return f"stage {later[0][0]}: {later[0][1]}"
-    return "no module: run once more, the same step was finite on every rank"
+        return Culprit(f"stage {later[0][0]}: {later[0][1]}")
+    return Culprit("no module: run once more, the same step was finite on every rank")
 
 
 def _bad_parameters(pipe: Pipeline) -> list[_Found]:
@@ -67,9 +75,8 @@ def _bad_parameters(pipe: Pipeline) -> list[_Found]:
         for name, value in holding.module.named_parameters():
             if not bool(torch.isfinite(value).all()):
                 full = holding.names.get(name, name)
-                found.append(
-                    _Found(holding.stage, -1, f"the parameter {full} was already {_kind(value)} before the step")
-                )
+                words = f"the parameter {full} was already {_kind(value)} before the step"
+                found.append(_Found(holding.stage, -1, words, full))
                 break
     return found
 

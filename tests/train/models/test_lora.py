@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from penstock.errors import UsageError
+from penstock.files.adapters import is_adapter, name_in_adapter_file
 from penstock.train.config.read import load_config
-from penstock.train.models.lora import adapter_values, unmatched_target
+from penstock.train.models.lora import adapter_values, add_adapters, unmatched_target
 
 
 def test_a_target_that_no_layer_has_is_answered_with_near_names() -> None:
@@ -32,6 +33,25 @@ def test_a_target_unlike_all_names_is_answered_with_all_of_them() -> None:
     )
     words = unmatched_target(load_config(None, ["lora.rank=2", 'lora.targets=["zork"]']), model)
     assert sorted(words.partition("layers are ")[2].split(", ")) == sorted(["c_attn", *names])
+
+
+def test_an_adapter_with_more_layers_than_the_model_is_refused(tmp_path: Path) -> None:
+    """Its other tensors would have gone unread without a word."""
+    from peft import LoraConfig, inject_adapter_in_model
+    from safetensors.torch import save_file
+
+    def layers(count: int) -> nn.Module:
+        return nn.Sequential(*(nn.ModuleDict({"q_proj": nn.Linear(4, 4)}) for _ in range(count)))
+
+    settings = LoraConfig(r=2, target_modules=["q_proj"])
+    larger = inject_adapter_in_model(settings, layers(3))
+    stored = {name_in_adapter_file(name): value for name, value in larger.named_parameters() if is_adapter(name)}
+    settings.save_pretrained(str(tmp_path))
+    save_file(stored, tmp_path / "adapter_model.safetensors")
+    config = load_config(None, [f"lora.adapter={tmp_path}"])
+    add_adapters(config, layers(3))
+    with pytest.raises(UsageError, match=r"2 of them, such as base_model.model.2.q_proj.lora_A.weight\); this adapter"):
+        add_adapters(config, layers(2))
 
 
 def test_an_adapter_of_another_model_is_called_that(tmp_path: Path) -> None:

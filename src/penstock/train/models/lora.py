@@ -25,6 +25,7 @@ from penstock.model.lazy import is_lazy, lazy
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE
 
+OTHER_MODEL = f"this adapter was made for another model: its {ADAPTER_CONFIG} names which"
 LINEAR = (nn.Linear.__name__, "Conv1D")  # transformers' own, of GPT-2, keeps its weight the other way
 
 
@@ -46,6 +47,8 @@ def add_adapters(config: TrainConfig, model: nn.Module) -> nn.Module:
             inject_adapter_in_model(settings, model)
     except ValueError as error:
         raise UsageError(f"lora.targets: {unmatched_target(config, model) or str(error).splitlines()[0]}") from None
+    if config.lora.adapter is not None:
+        _check_all_placed(config.lora.adapter, model)
     if not without_values:
         fill = adapter_values(config)
         for name, parameter in model.named_parameters():
@@ -81,9 +84,17 @@ def _read_adapter(weights: PretrainedFolder, name: str, tensor: Tensor) -> None:
     try:
         weights(name_in_adapter_file(name), tensor)
     except UsageError as error:
+        raise UsageError(f"lora.adapter: {error}; {OTHER_MODEL}") from None
+
+
+def _check_all_placed(folder: str, model: nn.Module) -> None:
+    placed = {name_in_adapter_file(name) for name, _ in model.named_parameters() if is_adapter(name)}
+    unplaced = [name for name in PretrainedFolder(folder, ADAPTER_WEIGHTS).tensors if name not in placed]
+    if unplaced:
         raise UsageError(
-            f"lora.adapter: {error}; this adapter was made for another model: its {ADAPTER_CONFIG} names which"
-        ) from None
+            f"lora.adapter: {folder} has tensors for layers that the model has not ({len(unplaced)} of them, such as "
+            f"{unplaced[0]}); {OTHER_MODEL}"
+        )
 
 
 def begin_adapter(seed: int, name: str, tensor: Tensor) -> None:

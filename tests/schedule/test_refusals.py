@@ -109,6 +109,17 @@ def test_an_op_may_be_given_by_its_name() -> None:
         (lambda: Costs(input=10**400), "input must be 0 or more and finite"),
         (lambda: simulate(build("1f1b", 2, 2), Costs(forward=1e308)), "too large to be added up"),
         (lambda: simulate(build("1f1b", 2, 2), Costs(activation=1e308)), "too large to be added up"),
+        (
+            lambda: search_report(2, 3, Costs(activation=1e308), effort=5),
+            "may hold 3 microbatches, of up to 1e.308 each",
+        ),
+        (lambda: lower_bound(Placement.loop(2), 3, Costs(activation=1e308)), "give them in a larger unit"),
+        (
+            lambda: search_report(2, 3, Costs(links=[[0, 1], [1, 0]]), links=[[0, 2], [2, 0]]),
+            "links are given twice, to search and in costs of 2 ranks; give them in one place",
+        ),
+        (lambda: search_report(2, 3, seconds=1, effort=5), "got seconds=1 and effort=5; give one of them"),
+        (lambda: search_curve(2, 3, seconds=1, effort=5), "got seconds=1 and effort=5; give one of them"),
         (lambda: search_report(2, 4, layers=[1e308] * 4, effort=5), "layers are too large to be added up"),
         (lambda: search_report(2, 4, layers=[Layer(activation=1e308)] * 4, effort=5), "layers are too large"),
         (lambda: search_report(2, 2, Costs(sizes=[1e308] * 2), effort=5), "costs and sizes are too large"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from schedule.timing.small_pipelines import instance
 from tiers import tiers
 
 from penstock.schedule import Costs, Placement, build, lower_bound, search_report, simulate
+from penstock.schedule.timing.bounds import NoRoom
 
 ROUNDING = 1 + 1e-9
 FAMILIES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"]
@@ -115,3 +117,13 @@ def check_families(data: st.DataObject, ranks: int, microbatches: int, quick: bo
     for memory in (None, [max(peak, 1e-6) for peak in timeline.peak_memory]):
         bound = lower_bound(schedule.placement, schedule.microbatches, costs, memory, quick=quick)
         assert bound <= timeline.makespan * ROUNDING + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("costs", "recompute", "least"), [(Costs(), (), 1), (Costs(kept=0.6), [0, 1], 1), (Costs(sizes=[1, 3, 1]), (), 3)]
+)
+def test_where_not_one_microbatch_fits_there_is_no_bound(costs: Costs, recompute: Sequence[int], least: float) -> None:
+    """A stage that recomputes keeps less, but its backward needs all of it."""
+    with pytest.raises(NoRoom, match=rf"memory 0.9 is too little for rank 0: one microbatch alone holds {least} there"):
+        lower_bound(Placement.loop(2), 3, costs, memory=0.9, recompute=recompute)
+    assert lower_bound(Placement.loop(2), 3, costs, memory=least, recompute=recompute, quick=True) > 0

@@ -116,7 +116,7 @@ def search(
     if seconds is not None and effort is not None:
         raise UsageError("--effort counts orders in place of --seconds; give one of them")
     limit = amount("--seconds", "5" if seconds is None else seconds)
-    budget: dict[str, Any] = {"seconds": limit, "effort": effort, "seed": seed}
+    budget: dict[str, Any] = {"seconds": limit if effort is None else None, "effort": effort, "seed": seed}
     kinds = tuple(name.strip() for name in placements.split(","))
     caps = None if memory is None else amounts("--memory", memory)
     _check_targets(save, html)

@@ -14,6 +14,7 @@ from penstock.rules import check_count, is_float
 
 __all__ = ["Budget", "budget_of"]
 
+USUAL = 5.0  # seconds of a search that is given neither
 SECONDS = 5e-6  # that a rule takes for each compute, about: to know what there is no time for
 
 
@@ -46,8 +47,13 @@ class Budget:
         return 0.0 if self.counts_orders else computes * SECONDS
 
 
-def budget_of(seconds: float, effort: int | None) -> Budget:
+def budget_of(seconds: float | None, effort: int | None) -> Budget:
     """The budget that a user gave."""
+    if seconds is not None and effort is not None:
+        raise UsageError(
+            f"effort counts orders in place of seconds, got seconds={seconds!r} and effort={effort!r}; give one of them"
+        )
+    seconds = USUAL if seconds is None else seconds
     if not (is_float(seconds) and seconds >= 0):
         raise UsageError(f"seconds must be a number of 0 or more, got {seconds!r}")
     if effort is not None:

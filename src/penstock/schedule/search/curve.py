@@ -16,7 +16,7 @@ from penstock.schedule.search.found import Found
 from penstock.schedule.search.problem import ROUNDING
 from penstock.schedule.search.request import Progress, Request, memory_of_1f1b
 from penstock.schedule.search.search import search_even
-from penstock.schedule.search.space import NoRoom
+from penstock.schedule.timing.bounds import NoRoom
 from penstock.schedule.timing.costs import Costs
 
 __all__ = ["SHARES", "CurvePoint", "search_curve"]
@@ -50,7 +50,7 @@ def search_curve(
     stages_per_rank: int | Iterable[int] | None = None,
     placements: str | Iterable[str] = ("loop", "v"),
     *,
-    seconds: float = 5.0,
+    seconds: float | None = None,
     effort: int | None = None,
     seed: int = 0,
     progress: Progress | None = None,
@@ -67,7 +67,8 @@ def search_curve(
         memory: The caps. By default, ten of them from a quarter of 1F1B's memory to twice as much.
         stages_per_rank: The numbers of stages per rank to try, as for `search`.
         placements: The placements to try: `"loop"`, `"v"`.
-        seconds: About how long to search at each cap; as long again where more memory brought nothing at first.
+        seconds: About how long to search at each cap, by default 5; as long again where more memory brought nothing at
+            first.
         effort: How many orders to price at each cap, instead of `seconds`.
         seed: Where the random numbers start.
         progress: A function to call with the progress, as for `search`.

@@ -44,7 +44,7 @@ class Request:
         stages_per_rank: The numbers of stages per rank to try. By default 1 to 4, and without `layers` also 6 and 8 on
             a loop if such a pipeline has at most 100,000 computes.
         placements: The placements to try: `"loop"`, `"v"`.
-        seconds: About how long to search.
+        seconds: About how long to search. By default, 5.
         effort: How many orders to price, instead of `seconds`: the same answer on every machine.
         objective: `"makespan"`; `"steady"`, the time per step where steps overlap, as `steady_state` has it; or
             `"span"`, the longest time from a rank's own start to its own end.
@@ -53,7 +53,7 @@ class Request:
         layers: Cut the model as well: its layers, instead of costs per rank. `search_report` then has the cut as
             `counts`. A number is a layer whose `F`, `I` and `W` take that long each; `costs` may have a hop or sizes.
         speeds: How fast each rank is: 0.5 takes twice as long.
-        links: The time of a message from each rank to each other one, or `Hosts`.
+        links: The time of a message from each rank to each other one, or `Hosts`; here or in `costs`.
         skips: Pairs (from layer, to layer) where a value skips the layers between them.
         vocabulary: Whether the last layer is an output layer whose product may be split over all ranks.
         seed: Where the random numbers start.
@@ -68,7 +68,7 @@ class Request:
     stages_per_rank: int | Iterable[int] | None = None
     placements: str | Iterable[str] = ("loop", "v")
     _: KW_ONLY
-    seconds: float = 5.0
+    seconds: float | None = None
     effort: int | None = None
     objective: Objective = "makespan"
     recompute: bool = False
@@ -124,6 +124,10 @@ class Request:
 
     def _with_links(self) -> Costs:
         costs, links = given_costs(self.costs), self.links
+        if links is not None and costs.links is not None:
+            raise UsageError(
+                f"links are given twice, to search and in costs of {len(costs.links)} ranks; give them in one place"
+            )
         if links is not None:
             matrix = links.matrix() if isinstance(links, Hosts) else listed("links", links, "rows of times, or Hosts")
             costs = replace(costs, links=matrix)

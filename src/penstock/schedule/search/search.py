@@ -30,9 +30,10 @@ from penstock.schedule.search.hunt import Hunt
 from penstock.schedule.search.orders.evaluate import complete
 from penstock.schedule.search.problem import ROUNDING
 from penstock.schedule.search.request import Request, asked
-from penstock.schedule.search.space import NoRoom, problems_for
+from penstock.schedule.search.space import problems_for
 from penstock.schedule.search.uneven.entry import search_uneven
 from penstock.schedule.search.unsplit import Unsplit, best_unsplit
+from penstock.schedule.timing.bounds import NoRoom
 
 __all__ = ["search", "search_even", "search_report"]
 

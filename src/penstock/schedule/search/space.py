@@ -8,19 +8,11 @@ from penstock.errors import UsageError
 from penstock.schedule.placement import Placement
 from penstock.schedule.search.problem import SHARED, Problem, stage_costs
 from penstock.schedule.search.request import PLACEMENTS, Request
+from penstock.schedule.timing.bounds import NoRoom
 
-__all__ = ["NoRoom", "placements_for", "problems_for", "recompute_choices"]
-
+__all__ = ["placements_for", "problems_for", "recompute_choices"]
 
 LONGEST_V = 4  # stages per rank of a V, unless others are asked for: with more, a loop was ahead wherever tried
-
-
-class NoRoom(UsageError):
-    """Not even one microbatch fits into memory. `fact` is what does not, `remedy` what would help."""
-
-    def __init__(self, fact: str, remedy: str) -> None:
-        super().__init__(f"{fact}; {remedy}")
-        self.fact = fact
 
 
 def placements_for(request: Request) -> list[tuple[str, Placement]]:

@@ -10,8 +10,11 @@ boundary   From the rank's last F to its first F of the next step. The last F is
 fill       From its first F to its first I: the way from its first stage to the last one of all, and back to its own
            last stage. All that it can run meanwhile are F, as many as it can hold.
 
-If a rank can hold less than what would fill these times, it idles for the rest, in every step. With p equal ranks on
-a V of an even number v of legs, whole-rank times F, I, W, hops c and memory for p microbatches, the last rank idles for
+If a rank can hold less than what would fill one of these times, it idles for the rest, in every step. Both rests
+count where the times lie apart. They do if an F comes after the first I, and so wherever memory cannot hold all F of
+the step. Where it can, all F may come first: then the boundary begins before the fill ends, idle time may be of both,
+and only the longer rest counts. With p equal ranks on a V of an even number v of legs, whole-rank times F, I, W, hops c
+and memory for p of more than p microbatches, the last rank idles for
 
     (p - 1) (F + I) / v + W / v + 2 (v + 1) (p - 1) c - p W
 
@@ -50,7 +53,9 @@ def _rank_bound(problem: Problem, rank: int) -> float:
     work = [count * sum(times[s] for s in stages) for times in (forward, backward, weight)]
     ends = min(work[1] + work[2], _most(cap, max(held)))
     starts = min(work[0], _most(cap, max(_rate(forward[s], problem.most[s]) for s in stages)))
-    return sum(work) + max(0.0, boundary - ends) + max(0.0, fill - starts)
+    rests = max(0.0, boundary - ends), max(0.0, fill - starts)
+    apart = count * sum(problem.most[s] for s in stages) > cap  # an F comes after the first I
+    return sum(work) + (sum(rests) if apart else max(rests))
 
 
 def _most(cap: float, rate: float) -> float:

@@ -47,14 +47,22 @@ from penstock.errors import UsageError
 from penstock.rules import check_count, is_float
 from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import recomputing_stages
-from penstock.schedule.timing.costs import Costs, given_costs
+from penstock.schedule.timing.costs import Costs, given_costs, memory_by_op
 from penstock.schedule.timing.heads_and_tails import paced_bound
 from penstock.schedule.timing.refutation import refuted_bound
 from penstock.schedule.topology import Topology
 
-__all__ = ["caps_of", "lower_bound"]
+__all__ = ["NoRoom", "caps_of", "lower_bound"]
 
 ROUNDING = 1e-9
+
+
+class NoRoom(UsageError):
+    """Not even one microbatch fits into memory. `fact` is what does not, `remedy` what would help."""
+
+    def __init__(self, fact: str, remedy: str) -> None:
+        super().__init__(f"{fact}; {remedy}")
+        self.fact = fact
 
 
 def lower_bound(
@@ -67,7 +75,7 @@ def lower_bound(
     recompute: Iterable[int] = (),
     quick: bool = False,
 ) -> float:
-    """A time that no schedule with this placement can beat.
+    """A time that no schedule with this placement can beat. Refused where memory cannot hold one microbatch.
 
     Args:
         placement: Which rank owns which stage.
@@ -83,14 +91,37 @@ def lower_bound(
         raise UsageError(f"the placement must be a Placement, such as Placement.loop(4); got {placement!r}")
     check_count("microbatches", microbatches)
     again = recomputing_stages(recompute, placement.stages)
-    costs = _least(given_costs(costs), placement.stages).recomputed(placement.stages, again)
+    costs, caps = given_costs(costs), caps_of(memory, placement.ranks)
     costs.check_edges(Topology.chain(placement.stages))
-    caps = caps_of(memory, placement.ranks)
+    _check_memory(placement, costs, costs.scale(microbatches), caps, again)
+    costs = _least(costs, placement.stages).recomputed(placement.stages, again)
     if costs.sizes is not None:
         bound = _sized_bound(placement, costs, costs.scale(microbatches), span)
     else:
         bound = _alike_bound(placement, microbatches, costs, caps, span)
     return bound if span or quick else refuted_bound(placement, microbatches, costs, caps, bound)
+
+
+def _check_memory(
+    placement: Placement, costs: Costs, scale: Sequence[float], caps: Sequence[float], again: frozenset[int]
+) -> None:
+    """Refuse memory that cannot be added up, and caps that do not hold one microbatch when its backward begins."""
+    forward, full, _, _ = memory_by_op(costs, placement.stages, again)
+    for rank, cap in enumerate(caps):
+        stages = placement.stages_of(rank)
+        held = sum(forward[stage][1] for stage in stages)
+        if not math.isfinite(held * sum(scale)):
+            what = "costs" if costs.sizes is None else "costs and sizes"
+            raise UsageError(
+                f"the {what} are too large to be added up: rank {rank} "
+                f"may hold {len(scale)} microbatches, of up to {max(scale) * held:g} each; give them in a larger unit"
+            )
+        needed = max(scale) * (held + max(0.0, full[stages[-1]][0]))
+        if needed > cap * (1 + ROUNDING):
+            raise NoRoom(
+                f"memory {cap:g} is too little for rank {rank}: one microbatch alone holds {needed:g} there",
+                "give at least that much",
+            )
 
 
 def _alike_bound(placement: Placement, microbatches: int, costs: Costs, caps: Sequence[float], span: bool) -> float:

@@ -59,10 +59,12 @@ class Costs:
         activation: Memory that `F` takes and `B` or `W` gives back.
         held: How much of it stays between `I` and `W`. By default, all of it.
         kept: What a stage that recomputes keeps from `F` until its backward: its input. The backward then takes
-            `forward` longer, and `activation` while it runs.
+            `forward` longer, and `activation` while it runs. More than `activation` is counted as given: recomputing
+            then holds more, not less.
         links: Instead of `hop` and `bandwidth`: `links[a][b]` is the time that a message occupies the link from rank a
             to rank b (with `bytes`: the time per byte); `latency` is added.
-        sizes: One number per microbatch, if they differ: its times, memory and messages are that many times as large.
+        sizes: One number per microbatch, if they differ: its times, memory and messages are that many times as large,
+            and so is their time by `bandwidth` and `links`. `hop` and `latency` are the same for all.
         overlap: The time of an overlapped pair as a share of the sum of its parts: one number, or
             `{(stage of F, stage of the backward): share}`. By default, and for pairs not named, the parts run one after
             the other.

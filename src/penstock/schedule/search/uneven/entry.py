@@ -14,13 +14,13 @@ from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.found import Found, Tried
 from penstock.schedule.search.problem import ROUNDING, stage_costs
 from penstock.schedule.search.request import Request
-from penstock.schedule.search.space import NoRoom, placements_for, recompute_choices
+from penstock.schedule.search.space import placements_for, recompute_choices
 from penstock.schedule.search.uneven.instance import Instance
 from penstock.schedule.search.uneven.joint import HABITS, Answer, Joint, drawn
 from penstock.schedule.search.uneven.layers import Layer, Model, layers_of
 from penstock.schedule.search.uneven.ready_list import Habit, Outcome, run
 from penstock.schedule.search.uneven.sequence import sequences
-from penstock.schedule.timing.bounds import lower_bound
+from penstock.schedule.timing.bounds import NoRoom, lower_bound
 from penstock.schedule.timing.simulate import simulate
 from penstock.schedule.topology import Topology
 

@@ -23,7 +23,7 @@ from penstock.schedule.search.hunt import Hunt
 from penstock.schedule.search.orders.evaluate import Candidate, complete, price
 from penstock.schedule.search.problem import ROUNDING, Problem
 from penstock.schedule.search.request import Request
-from penstock.schedule.search.space import NoRoom, recompute_choices
+from penstock.schedule.search.space import recompute_choices
 from penstock.schedule.search.uneven.cutting import cut_layers, neighbours, split_output
 from penstock.schedule.search.uneven.floor import floor_of
 from penstock.schedule.search.uneven.instance import Instance
@@ -31,6 +31,7 @@ from penstock.schedule.search.uneven.layers import Model, Shape
 from penstock.schedule.search.uneven.ready_list import Habit, Outcome, run
 from penstock.schedule.search.uneven.rows import rows_to_try
 from penstock.schedule.search.uneven.sequence import sequences
+from penstock.schedule.timing.bounds import NoRoom
 
 __all__ = ["HABITS", "Answer", "Joint", "drawn"]
 

@@ -64,8 +64,8 @@ class Costs:
             to rank b (with `bytes`: the time per byte); `latency` is added.
         sizes: One number per microbatch, if they differ: its times, memory and messages are that many times as large.
         overlap: The time of an overlapped pair as a share of the sum of its parts: one number, or
-            `{(stage of F, stage of the backward): share}`. By default, and for pairs not named, the parts run one after
-            the other.
+            `{(stage of F, stage of the backward): share}`; the memory of both parts then counts together. By default,
+            and for pairs not named, the parts run one after the other.
     """
 
     forward: PerStage = 1.0

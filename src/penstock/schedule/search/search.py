@@ -37,7 +37,7 @@ from penstock.schedule.search.unsplit import Unsplit, best_unsplit
 __all__ = ["search", "search_even", "search_report"]
 
 
-@asked(Request, "Search for the best schedule under costs and a memory cap; never worse than a family as it is built.")
+@asked(Request, "Search for the best schedule under costs and a memory cap; never worse than a built family that fits.")
 def search(request: Request) -> Schedule:
     """The schedule of the report."""
     return _report(request).schedule

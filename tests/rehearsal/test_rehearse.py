@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from rehearsal_cases import COSTS, parts_of
@@ -30,9 +31,10 @@ def test_it_takes_the_simulated_time_and_follows_the_program(family: str, ranks:
 
 def test_overlapped_pairs_take_the_simulated_time() -> None:
     schedule, costs = build("dualpipe-v", 4, 9), Costs(forward=0.3, input=0.2, weight=0.1, hop=0.05, overlap=0.6)
-    found = rehearse(schedule, costs)
-    assert found.is_exact
-    assert found.makespan == pytest.approx(simulate(schedule, costs).makespan, abs=1e-9)
+    for priced in (costs, replace(costs, overlap={(0, 7): 0.5, (6, 1): 0.7})):  # pairs that are not named: in turn
+        found = rehearse(schedule, priced)
+        assert found.is_exact
+        assert found.makespan == pytest.approx(simulate(schedule, priced).makespan, abs=1e-9)
 
 
 @pytest.mark.parametrize(

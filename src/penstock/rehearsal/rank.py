@@ -153,7 +153,8 @@ class RehearsedRank:
         context.fetch(pair)
         first, second = pair.parts()
         forward, backward = (first, second) if first.op is Op.F else (second, first)
-        self._share = self._setting.costs.pair_share(forward.stage, backward.stage)
+        share = self._setting.costs.pair_share(forward.stage, backward.stage)
+        self._share = 1.0 if share is None else share
         context.compute(pair)
         self._share = 1.0
 

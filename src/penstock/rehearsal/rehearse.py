@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -21,6 +21,7 @@ from penstock.runtime.transport.failure.watch import BEAT
 from penstock.schedule import Action, Costs, Op, Schedule, lower, simulate, verify
 from penstock.schedule.action import NEIGHBOUR, trusted
 from penstock.schedule.schedule import expect_schedule
+from penstock.schedule.timing.simulate import priced_pairs
 from penstock.schedule.topology import links
 
 
@@ -130,13 +131,15 @@ def _checked(
         raise UsageError(f"jitter is a relative spread of 0 or more, such as 0.1; got {jitter!r}")
     if isinstance(faults, str):
         raise UsageError(f"faults is a list, such as [{faults!r}]; got one text")
+    costs = costs or Costs()
+    if isinstance(costs.overlap, Mapping) and "transfers" not in schedule.passes:  # pairs that it does not name
+        schedule = schedule.replace(priced_pairs(schedule.columns, costs)[0])
     program = schedule if "transfers" in schedule.passes else lower(schedule)
     verify(program)
     if Op.REDUCE_GRAD in program.ops or Op.UNSHARD in program.ops:
         raise UsageError("replicas and shards are not rehearsed; rehearse the schedule before reductions are added")
     if store_host is not None and not 0 <= store_host < program.ranks:
         raise UsageError(f"store_host={store_host}; there are ranks 0 to {program.ranks - 1}, or None")
-    costs = costs or Costs()
     costs.check_edges(program.topology)
     return program, costs, [check_planned(fault, program, steps) for fault in faults]
 

@@ -131,14 +131,31 @@ class Columns:
         fields = (getattr(self, name)[chosen] for name in ("stage", "op", "microbatch", "peer"))
         return Columns(tuple(np.diff(offsets).tolist()), starts, position, *fields)
 
-    def opened(self) -> Columns:
-        """The same with every part in a cell of its own, without idle slots."""
+    def opened(self, closed: Array | None = None) -> Columns:
+        """The same with every part in a cell of its own, without idle slots.
+
+        `closed` are the second parts of pairs that stay pairs.
+        """
         import numpy as np
 
-        counts = np.diff(self.starts)
-        position = (np.arange(self.size) - np.repeat(self.starts[:-1], counts)).astype(np.int32)
-        lengths = tuple(counts.tolist())
+        new_cell = np.ones(self.size, dtype=np.int64)
+        if closed is not None:
+            new_cell[closed] = 0
+        cells = np.concatenate(([0], np.cumsum(new_cell)))
+        offsets = cells[self.starts]
+        position = (cells[1:] - 1 - np.repeat(offsets[:-1], np.diff(self.starts))).astype(np.int32)
+        lengths = tuple(np.diff(offsets).tolist())
         return Columns(lengths, self.starts, position, self.stage, self.op, self.microbatch, self.peer)
+
+    def forward_first(self) -> Columns:
+        """The same with the forward of each pair before the backward: what a rank holds while both run."""
+        swapped = self.second[self.op[self.second] == Op.F]
+        fields = []
+        for name in ("stage", "op", "microbatch", "peer"):
+            column = getattr(self, name).copy()
+            column[swapped - 1], column[swapped] = column[swapped], column[swapped - 1]
+            fields.append(column)
+        return Columns(self.lengths, self.starts, self.position, *fields)
 
     def part(self, number: int) -> Action:
         """One part as an action."""

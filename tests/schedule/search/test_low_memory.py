@@ -189,6 +189,16 @@ def test_the_curve_never_rises_and_every_point_fits() -> None:
     assert [point.found.schedule for point in again] == [point.found.schedule for point in points]
 
 
+def test_with_pairs_the_makespan_never_rises_though_the_idle_share_may() -> None:
+    points = search_curve(2, 4, Costs(2, 1, 1, held=0, overlap=0.6), [1.5, 2, 5, 8], effort=20)
+    makespans = [point.found.makespan for point in points]
+    assert makespans == sorted(makespans, reverse=True)
+    assert makespans[-1] < makespans[1]
+    assert points[-1].idle > points[1].idle  # a shorter step, in which pairs compute for less time
+    for point in points:
+        assert max(point.found.timeline.peak_memory) <= point.memory * (1 + 1e-9)
+
+
 def test_the_curve_has_caps_of_its_own_and_refuses_what_it_cannot_use() -> None:
     assert [point.memory for point in search_curve(4, 4, effort=20)] == [1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8]
     with pytest.raises(UsageError, match="numbers above 0"):

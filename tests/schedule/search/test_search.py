@@ -389,6 +389,22 @@ def test_pairs_that_save_time_are_valued_and_found() -> None:
     verify(lower(paired.schedule))
 
 
+@pytest.mark.parametrize(("stages_per_rank", "memory"), [(1, 3.0), (2, 3.0), (3, 5.0)])
+def test_families_with_pairs_are_tried_for_each_number_of_stages(stages_per_rank: int, memory: float) -> None:
+    costs = Costs(overlap=0.3, hop=0.1)
+    family = build("interleaved-1f1b", 2, 6, stages_per_rank, overlap_b_f=True)
+    built = simulate(family, stage_costs(costs, stages_per_rank))
+    assert max(built.peak_memory) <= memory
+    found = search_report(2, 6, costs, memory, stages_per_rank, effort=1)
+    assert found.value <= built.makespan * (1 + 1e-9)
+    assert max(found.timeline.peak_memory) <= memory
+
+
+def test_an_overlap_that_names_no_pair_changes_nothing() -> None:
+    plain, unnamed = (search_report(2, 3, Costs(overlap=overlap), effort=5) for overlap in (None, {}))
+    assert (plain.value, plain.lower_bound) == (unnamed.value, unnamed.lower_bound)
+
+
 def test_bytes_by_edge_fix_the_number_of_stages() -> None:
     sizes = {(stage, stage + 1): 0.1 for stage in range(7)}
     found = search(4, 8, Costs(bandwidth=1.0, bytes=sizes), seconds=0)

@@ -147,6 +147,27 @@ def test_a_pair_waits_for_what_both_parts_need_and_then_makes_all_at_its_end() -
     assert spans["1F1"] == (11, 12)
 
 
+def test_a_pair_that_is_not_named_runs_one_half_after_the_other_and_sends_what_is_made() -> None:
+    schedule = build("interleaved-1f1b", 2, 2, 1, overlap_b_f=True)
+    costs = Costs(links=[[1, 2], [3, 2]])
+    plain = simulate(schedule, costs)
+    assert plain.makespan == 14
+    for other in ({}, {(0, 1): 0.5}):  # the only pair is of stage 1 with itself
+        assert simulate(schedule, replace(costs, overlap=other)).spans == plain.spans
+    assert simulate(schedule, replace(costs, overlap={(1, 1): 1.0})).makespan == 16  # sent when both halves are done
+
+
+def test_halves_that_run_together_hold_their_memory_together() -> None:
+    schedule = build("interleaved-1f1b", 4, 16, 1, overlap_b_f=True)
+    alone, paired = (simulate(schedule, Costs(overlap=overlap)) for overlap in (None, 0.6))
+    assert alone.peak_memory == alone.peak_activations == (4, 3, 2, 1)  # a backward gives back, then the forward takes
+    assert paired.peak_memory == paired.peak_activations == (5, 4, 3, 2)
+    one = simulate(schedule, Costs(overlap={(2, 2): 0.6}))
+    assert one.peak_memory == (4, 3, 3, 1)
+    again = simulate(schedule.replace(recompute={0}), Costs(kept=0.25, overlap=0.6))  # 4 kept, 1 more and 3/4 again
+    assert again.peak_memory[0] == 2
+
+
 def test_pairs_make_dualpipe_v_worth_what_they_save() -> None:
     schedule = build("dualpipe-v", 4, 16)
     alone, paired = (simulate(schedule, Costs(hop=0.1, overlap=overlap)) for overlap in (None, 0.6))

@@ -106,8 +106,8 @@ def search(
     """Find the best schedule under costs and a memory cap.
 
     Times are of a whole rank, in any unit, the same for all; so is memory. Given for each stage, with commas, only
-    that number of stages is tried. It is never worse than any family that fits, and stops before its time when
-    nothing can be better.
+    that number of stages is tried. It is never worse than a family's own order that fits, and stops before its time
+    when nothing can be better.
     """
     ranks, microbatches = sizes.filled()
     several = None if stages_per_rank is None else _whole_numbers("--stages-per-rank", stages_per_rank)

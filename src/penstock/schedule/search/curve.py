@@ -1,8 +1,8 @@
 """Idle time against memory: the search at one cap after the other, from little memory to much.
 
 Every cap gets a search of its own, the one that `search` would make. What fits into little memory fits into more: where
-that search does no better than the cap before it, another one begins with the schedule of that cap. So the curve never
-rises, and no cap does worse than `search` alone.
+that search does no better than the cap before it, another one begins with the schedule of that cap. So the makespan
+never rises, and no cap does worse than `search` alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ class CurvePoint:
 
     @property
     def idle(self) -> float:
-        """The share of all ranks' time in which they do not compute."""
+        """The share of all ranks' time in which they do not compute.
+
+        With less to compute, it rises where the makespan falls less: with `Costs(overlap=)` a schedule with pairs can
+        be shorter than another one and idle more.
+        """
         return self.found.timeline.bubble
 
 
@@ -57,8 +61,9 @@ def search_curve(
 ) -> tuple[CurvePoint, ...]:
     """Search at several memory caps, and return the best schedule of each, the smallest cap first.
 
-    No point is worse than what `search` finds with the same seconds or effort, and more memory never gives more idle
-    time. Caps that do not hold one microbatch are left out.
+    No point is worse than what `search` finds with the same seconds or effort, and more memory never gives a longer
+    makespan; nor more idle time, unless `costs.overlap` lets pairs save computing time. Caps that do not hold one
+    microbatch are left out.
 
     Args:
         ranks: Number of ranks.

@@ -38,7 +38,7 @@ from penstock.schedule.timing.bounds import NoRoom
 __all__ = ["search", "search_even", "search_report"]
 
 
-@asked(Request, "Search for the best schedule under costs and a memory cap; never worse than any family that fits.")
+@asked(Request, "Search for the best schedule under costs and a memory cap; never worse than a built family that fits.")
 def search(request: Request) -> Schedule:
     """The schedule of the report."""
     return _report(request).schedule

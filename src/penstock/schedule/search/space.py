@@ -22,7 +22,8 @@ def placements_for(request: Request) -> list[tuple[str, Placement]]:
     for name in (*SHARED, "bytes", "overlap"):
         value = getattr(costs, name)
         if isinstance(value, Mapping):  # bytes have an edge for each pair of neighbours, up to the last stage
-            given[name] = 1 + max((max(pair) for pair in value), default=0)
+            if value or name == "bytes":  # an overlap that names no pair is for any number
+                given[name] = 1 + max((max(pair) for pair in value), default=0)
         elif isinstance(value, Sequence):
             given[name] = len(value)
     fitting = [size for size in sizes if {*given.values()} <= {ranks * size}]

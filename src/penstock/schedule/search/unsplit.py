@@ -1,17 +1,20 @@
-"""Families with full backwards, for the one case in which splitting a backward costs memory.
+"""Families with full backwards, for the two cases in which their orders may be better than split ones.
 
 The search splits every backward into I and W, which is never slower and, as a rule, holds no more.
 Where a stage holds more between I and W than before them (`held` above `activation`: the gradients
-of its outputs stay too), a full backward fits into memory that its two halves do not. There, and
-only there, the families with full backwards are priced as they are.
+of its outputs stay too), a full backward fits into memory that its two halves do not; and where
+`overlap` says what a pair of a forward and a full backward takes, pairs save time. There, and
+only there, the families with full backwards are priced as they are, those that can have pairs with them too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from penstock.schedule.builders import FAMILIES, build
 from penstock.schedule.lowering.align import align
+from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.problem import ROUNDING, stage_costs
 from penstock.schedule.search.request import Request
@@ -37,6 +40,16 @@ class Unsplit(NamedTuple):
     bound: float
 
 
+def built_for(placement: Placement, microbatches: int, names: Iterable[str], *, pairs: bool) -> Iterator[Schedule]:
+    """The named families' schedules for a placement; of interleaved-1f1b also the one with pairs, where asked for."""
+    ranks, per_rank = placement.ranks, placement.stages_per_rank
+    for name in names:
+        if FAMILIES[name].placed(ranks, per_rank) == placement and (FAMILIES[name].layout != "v" or per_rank == 2):
+            yield build(name, ranks, microbatches, per_rank)
+            if pairs and name == "interleaved-1f1b":
+                yield build(name, ranks, microbatches, per_rank, overlap_b_f=True)
+
+
 def best_unsplit(request: Request) -> Unsplit | None:
     """The best family with full backwards that fits; None where none does.
 
@@ -50,11 +63,8 @@ def best_unsplit(request: Request) -> Unsplit | None:
         )
         if each.overlap is None and all(held <= activation for held, activation in pairs):
             continue
-        for name in FULL:
-            if FAMILIES[name].layout == "v" and placement.stages_per_rank != 2:
-                continue
-            built = build(name, placement.ranks, request.microbatches, placement.stages_per_rank)
-            for again in recompute_choices(request, placement) if built.placement == placement else ():
+        for built in built_for(placement, request.microbatches, FULL, pairs=each.overlap is not None):
+            for again in recompute_choices(request, placement):
                 schedule = align(built.replace(recompute=again, name="auto"))
                 timeline = simulate(schedule, each)
                 fits = all(

@@ -139,7 +139,7 @@ def _least(costs: Costs, stages: int) -> Costs:
     if costs.overlap is None:
         return costs
     shares = costs.overlap.values() if isinstance(costs.overlap, Mapping) else [costs.overlap]
-    share = min(1.0, *shares)
+    share = min([1.0, *shares])
 
     def shorter(name: str) -> list[float]:
         return [time * share for time in costs.per_stage(name, stages)]

@@ -66,8 +66,8 @@ class Costs:
         sizes: One number per microbatch, if they differ: its times, memory and messages are that many times as large,
             and so is their time by `bandwidth` and `links`. `hop` and `latency` are the same for all.
         overlap: The time of an overlapped pair as a share of the sum of its parts: one number, or
-            `{(stage of F, stage of the backward): share}`. By default, and for pairs not named, the parts run one after
-            the other.
+            `{(stage of F, stage of the backward): share}`; the memory of both parts then counts together. By default,
+            and for pairs not named, the parts run one after the other.
     """
 
     forward: PerStage = 1.0
@@ -116,16 +116,18 @@ class Costs:
             raise UsageError(f"overlap takes a share, such as 0.6, or one by pair of stages; got {self.overlap!r}")
         _check("overlap", _numbers(self.overlap))
 
-    def pair_share(self, forward: int, backward: int) -> float:
-        """The time of a pair of these stages as a share of the sum of its parts; 1 if nothing is known.
+    def pair_share(self, forward: int, backward: int) -> float | None:
+        """The time of a pair of these stages as a share of the sum of its parts.
+
+        `None` if nothing is known of it: its parts then run one after the other.
 
         Args:
             forward: The stage of the forward.
             backward: The stage of the backward.
         """
         if isinstance(self.overlap, Mapping):
-            return self.overlap.get((forward, backward), 1.0)
-        return 1.0 if self.overlap is None else self.overlap
+            return self.overlap.get((forward, backward))
+        return self.overlap
 
     def _check_links(self) -> None:
         if self.links is None:

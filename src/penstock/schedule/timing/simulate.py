@@ -2,9 +2,9 @@
 
 A rank runs its computes in order, each as soon as the rank is free and what it needs is
 there; transfers cost the hop and run beside the computes. An overlapped pair takes its parts one after the
-other, which is what runs unless the user registers a handler that overlaps them; with `Costs(overlap=)` it
-is one event: it waits for what both parts need, and takes its share of their sum. Where a rank must wait
-is not stated here: that is the one dependency rule's.
+other, which is what runs unless the user registers a handler that overlaps them; where `Costs(overlap=)` has its
+stages it is one event: it waits for what both parts need, takes its share of their sum, and the forward has its
+memory before the backward gives any back. Where a rank must wait is not stated here: that is the one dependency rule's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from penstock.schedule.timing.costs import Costs, given_costs, memory_by_op
 from penstock.schedule.timing.timeline import Need, Span, Timeline, peaks
 from penstock.schedule.timing.wires import Wires
 
-__all__ = ["Spread", "simulate", "what_if"]
+__all__ = ["Spread", "priced_pairs", "simulate", "what_if"]
 
 
 def simulate(
@@ -62,7 +62,7 @@ def simulate(
     schedule = repeated(schedule, steps)
     if costs.sizes is not None:
         costs = replace(costs, sizes=tuple(costs.sizes) * steps)
-    columns = schedule.columns.opened() if costs.overlap is None else schedule.columns
+    columns, shares = priced_pairs(schedule.columns, costs)
     table = Table(schedule.placement, schedule.topology, schedule.microbatches)
     needs = waits_of(table, columns)
     wires = Wires(schedule, table, columns, costs)
@@ -71,19 +71,20 @@ def simulate(
     if update and steps > 1:
         own = Waits(*map(np.concatenate, zip(own, _updates(columns, steps, update), strict=True)))
     waits = Waits(*map(np.concatenate, zip(own, wires.waits, strict=True)))
-    lengths = np.concatenate((_lengths(schedule, columns, costs, jitter, seed), wires.lengths))
+    lengths = np.concatenate((_lengths(schedule, columns, shares, costs, jitter, seed), wires.lengths))
     outcome = run(np.concatenate((columns.starts, wires.starts)), lengths, waits)
     stuck = [(row, number) for row, number in outcome.stuck if row < columns.ranks]
     if stuck:
         raise ScheduleError(stuck_faults(schedule.rows, stuck_at(columns, table, needs, stuck)))
     with np.errstate(over="ignore", invalid="ignore"):
         times = _Times(schedule, columns, outcome.ends, own)
-        memory = peak_memory(schedule, costs, columns)
+        together = columns.forward_first() if len(shares) else columns
+        memory = peak_memory(schedule, costs, together)
     _check_sums(schedule.ranks * times.makespan, max(memory))
     return Timeline.simulated(
         schedule,
         times,
-        peak_activations=peaks(columns, schedule.forward_only),
+        peak_activations=peaks(together, schedule.forward_only),
         peak_memory=memory,
         arrival=_Arrivals(table, columns, wires, outcome.ends),
     )
@@ -100,7 +101,20 @@ def _updates(columns: Columns, steps: int, update: float) -> Waits:
     return Waits(columns.cell[first], first - 1, np.full(len(first), update))
 
 
-def _lengths(schedule: Schedule, columns: Columns, costs: Costs, jitter: float, seed: int) -> Array:
+def priced_pairs(columns: Columns, costs: Costs) -> tuple[Columns, Array]:
+    """The parts, of pairs only those in one cell that the costs say run together; and the share of each such pair."""
+    import numpy as np
+
+    second = columns.second if costs.overlap is not None else columns.second[:0]
+    first_is_forward = columns.op[second - 1] == Op.F
+    forward = np.where(first_is_forward, columns.stage[second - 1], columns.stage[second])
+    backward = np.where(first_is_forward, columns.stage[second], columns.stage[second - 1])
+    shares = list(map(costs.pair_share, forward.tolist(), backward.tolist()))
+    known = np.array([share is not None for share in shares], dtype=bool)
+    return columns.opened(second[known]), np.array([share for share in shares if share is not None])
+
+
+def _lengths(schedule: Schedule, columns: Columns, shares: Array, costs: Costs, jitter: float, seed: int) -> Array:
     """What each part takes, by op, stage and microbatch; what is no compute takes nothing."""
     import numpy as np
 
@@ -109,10 +123,6 @@ def _lengths(schedule: Schedule, columns: Columns, costs: Costs, jitter: float, 
     found = times[columns.op, columns.stage] * np.array(costs.scale(schedule.microbatches))[columns.microbatch]
     second = columns.second
     if len(second):  # a pair is one event: its first part takes the time of both
-        first_is_forward = columns.op[second - 1] == Op.F
-        forward = np.where(first_is_forward, columns.stage[second - 1], columns.stage[second])
-        backward = np.where(first_is_forward, columns.stage[second], columns.stage[second - 1])
-        shares = list(map(costs.pair_share, forward.tolist(), backward.tolist()))
         found[second - 1] = (found[second - 1] + found[second]) * shares
         found[second] = 0.0
     if jitter:

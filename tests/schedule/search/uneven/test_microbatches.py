@@ -139,3 +139,32 @@ def test_where_memory_is_short_for_the_largest_microbatch_stages_recompute() -> 
 def test_an_aligned_schedule_stays_in_its_order() -> None:
     found = order_microbatches(build("zb-v", 4, 8), drawn(1, 8))
     assert align(found) == found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "costs", "memory"),
+    [
+        (2, Costs(0.5, 0.5, 0.5, sizes=[0.71, 1.16, 2.1]), 6.0),
+        (4, Costs(sizes=[0.73, 0.21, 1.04], hop=0.2), 8.0),
+        (2, Costs(sizes=[1, 2, 1], held=2), 3.0),  # only full backwards fit
+        (2, Costs(sizes=[1, 2, 1, 3], overlap=0.3), 8.0),  # a pair is worth most
+    ],
+)
+def test_a_search_with_sizes_is_no_worse_than_a_family_that_fits(ranks: int, costs: Costs, memory: float) -> None:
+    """As the family is built, and after `order_microbatches`."""
+    sizes = costs.sizes or ()
+    count = len(sizes)
+    found = search_report(ranks, count, costs, memory, 1, effort=1)
+    families = [build(name, ranks, count, 1) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")]
+    families.append(build("interleaved-1f1b", ranks, count, 1, overlap_b_f=True))
+    fitting = 0
+    for family in families:
+        for schedule in (family, order_microbatches(family, sizes, costs)):
+            timeline = simulate(schedule, costs)
+            if max(timeline.peak_memory) <= memory:
+                fitting += 1
+                assert found.value <= timeline.makespan * (1 + 1e-9)
+    assert fitting
+    assert max(found.timeline.peak_memory) <= memory * (1 + 1e-9)
+    assert found.lower_bound <= found.value == pytest.approx(found.makespan)
+    verify(lower(found.schedule))

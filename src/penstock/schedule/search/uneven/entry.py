@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 
 from penstock.errors import UsageError
 from penstock.rules import is_float
+from penstock.schedule.action import Op
+from penstock.schedule.builders import FAMILIES
+from penstock.schedule.lowering.align import align
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.budget import Budget
 from penstock.schedule.search.found import Found, Tried
@@ -18,8 +21,10 @@ from penstock.schedule.search.space import placements_for, recompute_choices
 from penstock.schedule.search.uneven.instance import Instance
 from penstock.schedule.search.uneven.joint import HABITS, Answer, Joint, drawn
 from penstock.schedule.search.uneven.layers import Layer, Model, layers_of
+from penstock.schedule.search.uneven.microbatches import shorter, within
 from penstock.schedule.search.uneven.ready_list import Habit, Outcome, run
 from penstock.schedule.search.uneven.sequence import sequences
+from penstock.schedule.search.unsplit import built_for
 from penstock.schedule.timing.bounds import NoRoom, lower_bound
 from penstock.schedule.timing.simulate import simulate
 from penstock.schedule.topology import Topology
@@ -165,30 +170,33 @@ def _search_sizes(request: Request, budget: Budget) -> Found:
         for again in recompute_choices(request, placement):
             instance = Instance(placement, Topology.chain(placement.stages), microbatches, each, caps, again)
             lack = min(lack, instance.lack)
-            if not instance.lack:
-                bound = lower_bound(placement, microbatches, each, caps, recompute=again, quick=True)
-                tries.append(_Try(kind, instance, bound))
+            bound = lower_bound(placement, microbatches, each, caps, recompute=again, quick=True)
+            tries.append(_Try(kind, instance, bound))
     if any(each_try.bound == math.inf for each_try in tries):
         raise UsageError("the costs and sizes are too large to be added up; give them in a larger unit")
     for each_try in tries:
-        for habit in HABITS:
+        for habit in () if each_try.instance.lack else HABITS:
             each_try.run(habit, budget)
+    shortest = min(each_try.value for each_try in tries)
+    for each_try in tries:
+        each_try.run_families(budget, shortest)
+        shortest = min(shortest, each_try.value)
+    # where half a backward needs more room than a whole one, a family may fit all the same
+    tries = [each_try for each_try in tries if each_try.schedule is not None or not each_try.instance.lack]
     while tries and budget.limit and budget.left > 0:
         leaders = sorted(tries, key=lambda each_try: each_try.value)
         leaders[min(int(generator.expovariate(0.7)), len(leaders) - 1)].run(drawn(generator), budget)
     best = min(tries, key=lambda each_try: each_try.value, default=None)
-    if best is None or best.outcome is None:
+    if best is None or best.schedule is None:
         raise NoRoom(
             f"memory is too little for the largest microbatch alone: a rank lacks at least {lack:g}"
             if lack
             else f"no order was found in memory {min(caps):g}, though each microbatch alone has room",
             f"give more{'' if request.recompute else ', recompute=True,'} or smaller microbatches",
         )
-    schedule = best.instance.schedule(best.outcome.orders)
-    best.outcome = Outcome(simulate(schedule, best.instance.costs).makespan, best.outcome.orders)
     bound = min(each_try.bound for each_try in tries)
     tried = tuple(each_try.tried for each_try in tries)
-    return Found(schedule, best.instance.costs, "makespan", best.value, bound, tried, budget.seconds)
+    return Found(best.schedule, best.instance.costs, "makespan", best.value, bound, tried, budget.seconds)
 
 
 class _Try:
@@ -196,13 +204,9 @@ class _Try:
 
     def __init__(self, kind: str, instance: Instance, bound: float) -> None:
         self.kind, self.instance, self.bound = kind, instance, bound
-        self.outcome: Outcome | None = None
+        self.schedule: Schedule | None = None
+        self.value = math.inf  # when the last rank is done
         self.runs = 0
-
-    @property
-    def value(self) -> float:
-        """When the last rank is done."""
-        return math.inf if self.outcome is None else self.outcome.value
 
     @property
     def tried(self) -> Tried:
@@ -210,11 +214,41 @@ class _Try:
         size, again = self.instance.placement.stages_per_rank, tuple(sorted(self.instance.recompute))
         return Tried(size, self.kind, self.value, self.bound, self.runs, again)
 
+    def run_families(self, budget: Budget, shortest: float) -> None:
+        """Try every family's schedule for this placement, as it is and in an order made for the sizes.
+
+        That is what `order_microbatches` finds in the family's own memory, as far as it beats the shortest known.
+        """
+        each, costs = self.instance, self.instance.costs
+        names = [name for name in FAMILIES if name != "forward-only"]
+        searched = set[float]()
+        for built in built_for(each.placement, each.microbatches, names, pairs=costs.overlap is not None):
+            schedule = align(built.replace(recompute=each.recompute, name="auto"))
+            peak = min(max(self._offer(schedule, budget)), max(each.caps))
+            shortest = min(shortest, self.value)
+            if (schedule.columns.op == Op.B).any() or peak not in searched:  # split ones differ in their memory only
+                searched.add(peak)
+                found = shorter(schedule, costs, [min(peak, cap) for cap in each.caps], shortest * (1 - ROUNDING))
+                if found is not None:
+                    self._offer(found, budget)
+
     def run(self, habit: Habit, budget: Budget) -> None:
         """Try one habit with every sequence."""
         for sequence in sequences(self.instance.scale):
-            self.runs += 1
-            budget.orders += 1
             found = run(self.instance, sequence, habit, self.value * (1 - ROUNDING))
-            if found is not None and found.value < self.value:
-                self.outcome = found
+            if found is None:
+                self._count(budget)
+            else:
+                self._offer(self.instance.schedule(found.orders), budget)
+
+    def _offer(self, schedule: Schedule, budget: Budget) -> tuple[float, ...]:
+        """Keep the schedule if it fits and is the best so far; its peak memory comes back."""
+        self._count(budget)
+        timeline = simulate(schedule, self.instance.costs)
+        if timeline.makespan < self.value and within(timeline.peak_memory, self.instance.caps):
+            self.schedule, self.value = schedule, timeline.makespan
+        return timeline.peak_memory
+
+    def _count(self, budget: Budget) -> None:
+        self.runs += 1
+        budget.orders += 1

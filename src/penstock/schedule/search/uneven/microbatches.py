@@ -27,7 +27,7 @@ from penstock.schedule.search.uneven.sequence import late_peak, sequences
 from penstock.schedule.timing.costs import Costs, given_costs
 from penstock.schedule.timing.simulate import simulate
 
-__all__ = ["order_microbatches"]
+__all__ = ["order_microbatches", "shorter", "within"]
 
 PLAIN = Habit(overrun=0.9)
 HASTY = (Habit(overrun=0.5, haste=0.8), Habit(overrun=0.5, haste=0.7))  # for a largest one that comes late
@@ -62,7 +62,7 @@ def order_microbatches(
     if fits and (schedule.forward_only or alike):
         return schedule
     limit = before.makespan * (1 - ROUNDING) if fits else float("inf")
-    found = None if schedule.forward_only else _shorter(schedule, priced, scale, cap, limit)
+    found = None if schedule.forward_only else shorter(schedule, priced, [cap] * schedule.ranks, limit)
     if found is None and not fits:
         raise UsageError(
             f"no order was found in memory {memory:g}: the given one holds {peak:g} of these microbatches; "
@@ -71,13 +71,14 @@ def order_microbatches(
     return schedule if found is None else found
 
 
-def _shorter(schedule: Schedule, priced: Costs, scale: Sequence[float], cap: float, limit: float) -> Schedule | None:
-    """An order that fits the cap and ends before the limit; None if none was found."""
+def shorter(schedule: Schedule, priced: Costs, caps: Sequence[float], limit: float) -> Schedule | None:
+    """An order that fits the caps, one per rank, and ends before the limit; None if none was found."""
+    scale = priced.scale(schedule.microbatches)
     if (schedule.columns.op == Op.B).any():
         best = None
         for candidate in _renumbered(schedule, sequences(scale)):
             found = simulate(candidate, priced)
-            if found.makespan < limit and max(found.peak_memory) <= cap * (1 + ROUNDING):
+            if found.makespan < limit and within(found.peak_memory, caps):
                 best, limit = candidate, found.makespan
         return None if best is None else align(best)
     instance = Instance(
@@ -85,7 +86,7 @@ def _shorter(schedule: Schedule, priced: Costs, scale: Sequence[float], cap: flo
         schedule.topology,
         schedule.microbatches,
         priced,
-        [cap] * schedule.ranks,
+        caps,
         schedule.recompute,
     )
     plans = [(sequence, PLAIN) for sequence in sequences(scale)] + [(late_peak(scale), habit) for habit in HASTY]
@@ -95,6 +96,11 @@ def _shorter(schedule: Schedule, priced: Costs, scale: Sequence[float], cap: flo
         if ended is not None and ended.value < limit:
             outcome, limit = ended, ended.value
     return None if outcome is None else instance.schedule(outcome.orders, schedule.name)
+
+
+def within(peaks: Iterable[float], caps: Iterable[float]) -> bool:
+    """Is no rank's peak above its cap, but for rounding?"""
+    return all(peak <= cap * (1 + ROUNDING) for peak, cap in zip(peaks, caps, strict=True))
 
 
 def _renumbered(schedule: Schedule, orders: Iterable[Sequence[int]]) -> Iterator[Schedule]:

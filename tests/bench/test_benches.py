@@ -47,7 +47,7 @@ BENCHES = {
         "--schedules 1f1b,zb-v --widths 128 --rows 2", ("steps, predicted", "in all"), "schedule", {"1f1b", "zb-v"}, 4
     ),
     "schedules": Bench("", ("CPU seconds", "torch / ours", "goals for 8 x 32 x 2"), "who", {"ours", "torch"}, 4),
-    "search": Bench("", ("searched within a cap",), "best family", {"zb-v x2"}, 0),
+    "search": Bench("", ("searched within a cap", "steps that overlap"), "best family", {"zb-v x2"}, 0),
     "soak": Bench("", ("4 processes, sizes", "flat: the maximum"), "rank", {0, 1, 2, 3}, 4),
     "throughput": Bench(
         TWO,

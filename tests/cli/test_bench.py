@@ -161,10 +161,13 @@ def test_benches_run_from_where_a_wheel_puts_them(installed: Path) -> None:
     assert all(Path(entry["path"]).parent == installed / "penstock" / "bench" for entry in entries)
     done = call(installed, "search", "--quick", "--json")
     assert done.returncode == 0, done.stderr
-    (table,) = json.loads(done.stdout)["tables"]
-    assert [row["stages per rank"] for row in table["rows"]] == ["1", "1-4"] * 2
+    table, steady = json.loads(done.stdout)["tables"]
+    caps = [row["memory"] for row in table["rows"]]
+    assert caps == sorted(caps)
+    assert len(caps) > 3
     assert all(row["lower bound"] <= row["makespan"] * (1 + 1e-9) for row in table["rows"])
     assert table["title"] in done.stderr
+    assert steady["title"] in done.stderr
 
 
 @contextmanager

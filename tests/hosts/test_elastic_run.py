@@ -134,8 +134,8 @@ class TwoHosts:
 
 
 def names_lost(rank: int, words: str) -> bool:
-    """Whether a run has said that it lost this rank, in the middle of a step or between two."""
-    return re.search(rf"rank {rank} failed( \(.*\))?: died or left", words) is not None
+    """Whether a run has said that it lost this rank, in the middle of a step, between two, or among replicas."""
+    return re.search(rf"rank {rank}( of replica \d+)? failed( \(.*\))?: died or left", words) is not None
 
 
 FEWER_REPLICAS = (("pipeline.ranks=1", "mesh.replicas=2"), "1 rank, 1 stage, 4 microbatches, of 1 rank x 2 replicas")

@@ -166,7 +166,7 @@ def test_on_processes_the_parts_of_all_ranks_are_one_folder(tmp_path: Path, kind
 
 
 def fails(folder: str) -> str:
-    from penstock.pipeline import save_pretrained
+    from penstock.pipeline.model_state import save_pretrained
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

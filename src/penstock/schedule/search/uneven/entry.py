@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from penstock.errors import UsageError
@@ -170,14 +171,15 @@ def _search_sizes(request: Request, budget: Budget) -> Found:
         for again in recompute_choices(request, placement):
             instance = Instance(placement, Topology.chain(placement.stages), microbatches, each, caps, again)
             lack = min(lack, instance.lack)
-            bound = lower_bound(placement, microbatches, each, caps, recompute=again, quick=True)
-            tries.append(_Try(kind, instance, bound))
+            with suppress(NoRoom):  # then another choice of stages that recompute may have it
+                bound = lower_bound(placement, microbatches, each, caps, recompute=again, quick=True)
+                tries.append(_Try(kind, instance, bound))
     if any(each_try.bound == math.inf for each_try in tries):
         raise UsageError("the costs and sizes are too large to be added up; give them in a larger unit")
     for each_try in tries:
         for habit in () if each_try.instance.lack else HABITS:
             each_try.run(habit, budget)
-    shortest = min(each_try.value for each_try in tries)
+    shortest = min((each_try.value for each_try in tries), default=math.inf)
     for each_try in tries:
         each_try.run_families(budget, shortest)
         shortest = min(shortest, each_try.value)

@@ -1,7 +1,7 @@
 """The clock that orders are made by: when ranks are free, what has arrived, and what memory holds.
 
-Two ways of making orders run the pipeline on this clock and differ only in what a free rank takes next: `grouped` and
-`rhythm`. A run may end with ranks that wait for memory for good; it then has no order.
+Three ways of making orders run the pipeline on this clock and differ only in what a free rank takes next: `grouped`,
+`rhythm` and `wave`. A run may end with ranks that wait for memory for good; it then has no order.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import heapq
 import math
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Iterable
 
 from penstock.schedule.search.problem import Orders, Problem
 
-__all__ = ["EPSILON", "NEVER", "Clocked"]
+__all__ = ["EPSILON", "NEVER", "Clocked", "choose"]
 
 EPSILON = 1e-9
 NEVER = math.inf
@@ -99,3 +100,26 @@ class Clocked(ABC):
     def _busy(self, rank: int, end: float) -> None:
         self.free[rank] = end
         heapq.heappush(self.events, (end, rank))
+
+
+def choose(
+    found: Iterable[tuple[int, float, float, bool]], patience: float
+) -> tuple[int, float, float, float, int, float]:
+    """What should come first, of actions with their places, the times in which they are there, and whether they fit.
+
+    Returns the first that is there (-1: none) and its place; when the next is there, and the place of the first that is
+    there within `patience`; and the first that is there and does not fit, with its place.
+    """
+    first, first_key, soon, soon_key, full, full_key = -1, NEVER, NEVER, NEVER, -1, NEVER
+    for x, key, wait, fits in found:
+        if not fits:
+            if wait <= EPSILON and key < full_key:
+                full, full_key = x, key
+        elif wait <= EPSILON:
+            if key < first_key:
+                first, first_key = x, key
+        else:
+            soon = min(soon, wait)
+            if wait < patience:
+                soon_key = min(soon_key, key)
+    return first, first_key, soon, soon_key, full, full_key

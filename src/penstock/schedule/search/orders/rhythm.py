@@ -24,7 +24,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from penstock.schedule.search.orders.clocked import EPSILON, NEVER, Clocked
+from penstock.schedule.search.orders.clocked import EPSILON, Clocked, choose
 from penstock.schedule.search.problem import Orders, Problem
 
 __all__ = ["Rhythm", "follow"]
@@ -70,20 +70,13 @@ class _Follow(Clocked):
 
     def step(self, rank: int, now: float) -> None:
         """Take the first that is there, unless one that should come before it is there soon; else a W."""
-        first, first_key, soon, soon_key, full, full_key = -1, NEVER, NEVER, NEVER, -1, NEVER
         owed = self.owed[rank]
-        for x, key, wait in self._next(rank, now):
-            if x < self.size and not (self._allowed(x) and self.fits(rank, x)):
-                if wait <= EPSILON and owed and key < full_key:
-                    full, full_key = x, key
-            elif wait <= EPSILON:
-                if key < first_key:
-                    first, first_key = x, key
-            else:
-                soon = min(soon, wait)
-                if wait < self.patience:
-                    soon_key = min(soon_key, key)
-        if full_key < first_key:
+        found = [
+            (x, key, wait, x >= self.size or (self._allowed(x) and self.fits(rank, x)))
+            for x, key, wait in self._next(rank, now)
+        ]
+        first, first_key, soon, soon_key, full, full_key = choose(found, self.patience)
+        if full_key < first_key and owed:
             stage = full // self.count
             self._pay(rank, now, stage if stage in owed else owed[0])
         elif first >= 0 and soon_key >= first_key:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.schedule.search.orders.clocked import EPSILON, NEVER, Clocked
+from penstock.schedule.search.orders.clocked import EPSILON, Clocked, choose
 from penstock.schedule.search.problem import Orders, Problem
 
 __all__ = ["Wave", "sweep"]
@@ -61,18 +61,7 @@ class _Sweep(Clocked):
 
     def step(self, rank: int, now: float) -> None:
         """Take the first that is there, unless one that should come before it is there soon; else a W."""
-        first, first_key, soon, soon_key, full_key = -1, NEVER, NEVER, NEVER, NEVER
-        for x, key, wait, fits in self._next(rank, now):
-            if not fits:
-                if wait <= EPSILON:
-                    full_key = min(full_key, key)
-            elif wait <= EPSILON:
-                if key < first_key:
-                    first, first_key = x, key
-            else:
-                soon = min(soon, wait)
-                if wait < self.patience:
-                    soon_key = min(soon_key, key)
+        first, first_key, soon, soon_key, _, full_key = choose(self._next(rank, now), self.patience)
         owed = self.owed[rank]
         if full_key < first_key and owed:
             self.weight(rank, now)

@@ -187,28 +187,28 @@ class RehearsedRank:
         if setting.record:
             self.order.append((stage, op, microbatch, None))
 
-    def _posted(self, channel: int, microbatch: int) -> None:
+    def _posted(self, channel_number: int, microbatch: int) -> None:
         if self._setting.record:
-            edge = self._channels[channel]
-            op = Op.RECV_F if edge.direction == "F" else Op.RECV_B
-            self.order.append((edge.target_stage, op, microbatch, edge.source_stage))
+            channel = self._channels[channel_number]
+            op = Op.RECV_F if channel.direction == "F" else Op.RECV_B
+            self.order.append((channel.target_stage, op, microbatch, channel.source_stage))
 
-    def _stamp(self, channel: int, message: Message) -> Parcel:
+    def _stamp(self, channel_number: int, message: Message) -> Parcel:
         """What becomes of a message on its way."""
         setting, microbatch = self._setting, message.microbatch
-        edge = self._channels[channel]
-        occupied, delay = setting.ways[channel]
+        channel = self._channels[channel_number]
+        occupied, delay = setting.ways[channel_number]
         fate = ""
         if message.failure is None:
-            op = Op.SEND_F if edge.direction == "F" else Op.SEND_B
+            op = Op.SEND_F if channel.direction == "F" else Op.SEND_B
             if self.strikes:
-                key = message.step, op, edge.source_stage, microbatch, edge.target_stage
+                key = message.step, op, channel.source_stage, microbatch, channel.target_stage
                 fault = self.strikes.pop(key, None)
                 if fault is not None:
                     self.struck.append(fault)
                     fate = fault.kind
             if setting.record:
-                self.order.append((edge.source_stage, op, microbatch, edge.target_stage))
+                self.order.append((channel.source_stage, op, microbatch, channel.target_stage))
         if setting.jitter:
             delay *= max(0.0, self._random.gauss(1.0, setting.jitter))
         return Parcel(message, occupied * setting.sizes[microbatch], delay, fate)

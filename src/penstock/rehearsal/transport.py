@@ -40,10 +40,10 @@ Stamp = Callable[[int, Message], Parcel]  # a message of a channel, with what it
 class RehearsalIncoming(QueuedIncoming[Message]):
     """The receiving end of a channel."""
 
-    def __init__(self, edge: Channel, number: int, backend: Backend, operations: Operations, posted: Posted) -> None:
-        super().__init__(edge)
+    def __init__(self, channel: Channel, number: int, backend: Backend, operations: Operations, posted: Posted) -> None:
+        super().__init__(channel)
         self._number = number
-        self._wire = backend.recv((), edge.source_rank, number)
+        self._wire = backend.recv((), channel.source_rank, number)
         self._operations = operations
         self._posted = posted
 
@@ -61,15 +61,15 @@ class RehearsalIncoming(QueuedIncoming[Message]):
         return self._take(microbatch).failure
 
     def _next(self, expected: int, ordinal: int, wanted: int) -> Message:
-        operations, edge = self._operations, self.edge
+        operations, channel = self._operations, self.channel
         if not self._wire.is_ready:
-            operations.wait(self._wire, edge.source_rank, edge, wanted)
+            operations.wait(self._wire, channel.source_rank, channel, wanted)
         message: Message = self._wire.take()
         if message[:3] != (operations.exchanges, ordinal, expected):
             due = f"microbatch {expected}, number {ordinal} of step {operations.exchanges}"
             came = f"microbatch {message.microbatch}, number {message.ordinal} of step {message.step}"
-            error = wrong_message(edge, due, came)
-            operations.abort(PeerFailure(operations.rank, f"MessageError: {error}", stage=edge.target_stage))
+            error = wrong_message(channel, due, came)
+            operations.abort(PeerFailure(operations.rank, f"MessageError: {error}", stage=channel.target_stage))
             raise error
         return message
 
@@ -77,8 +77,8 @@ class RehearsalIncoming(QueuedIncoming[Message]):
 class RehearsalOutgoing(Outgoing):
     """The sending end of a channel. A send never waits: the links buffer."""
 
-    def __init__(self, edge: Channel, number: int, operations: Operations, stamp: Stamp) -> None:
-        super().__init__(edge)
+    def __init__(self, channel: Channel, number: int, operations: Operations, stamp: Stamp) -> None:
+        super().__init__(channel)
         self._number = number
         self._operations = operations
         self._stamp = stamp
@@ -92,7 +92,7 @@ class RehearsalOutgoing(Outgoing):
 
     def _put(self, message: Message) -> None:
         parcel: Any = self._stamp(self._number, message)  # in the place of a tensor
-        self._operations.send(parcel, self.edge.target_rank, self._number, self.edge, message.microbatch)
+        self._operations.send(parcel, self.channel.target_rank, self._number, self.channel, message.microbatch)
 
 
 class Mail:
@@ -154,14 +154,14 @@ class RehearsalTransport(DistributedTransport):
     def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
         operations, rank = self._operations, self.rank
         incoming = {
-            number: RehearsalIncoming(edge, number, self._backend, operations, self._posted)
-            for number, edge in enumerate(channels)
-            if edge.target_rank == rank
+            number: RehearsalIncoming(channel, number, self._backend, operations, self._posted)
+            for number, channel in enumerate(channels)
+            if channel.target_rank == rank
         }
         outgoing = {
-            number: RehearsalOutgoing(edge, number, operations, self._stamp)
-            for number, edge in enumerate(channels)
-            if edge.source_rank == rank
+            number: RehearsalOutgoing(channel, number, operations, self._stamp)
+            for number, channel in enumerate(channels)
+            if channel.source_rank == rank
         }
         return ChannelEnds(channels, rank, incoming, outgoing)
 

@@ -61,7 +61,7 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self, channels: Sequence[Channel]) -> None:
-        """Serve these channels from now on, by `ends`; `channel` below is an index into them.
+        """Serve these channels from now on, by `ends`; `channel_number` below is an index into them.
 
         All channels of the whole program, the same list in the same order on every rank. Another
         list may be opened between steps; the same list again costs nothing.
@@ -73,31 +73,31 @@ class Transport(ABC):
 
     # -- one message, by the number of its channel; see the ends of `channel`
 
-    def post(self, channel: int, microbatch: int) -> None:
+    def post(self, channel_number: int, microbatch: int) -> None:
         """Make ready for the next message of the channel."""
-        self.ends.receiving(channel).post(microbatch)
+        self.ends.receiving(channel_number).post(microbatch)
 
-    def receive(self, channel: int, microbatch: int) -> Any:
+    def receive(self, channel_number: int, microbatch: int) -> Any:
         """Wait for the message and return its value."""
-        return self.ends.receiving(channel).receive(microbatch)
+        return self.ends.receiving(channel_number).receive(microbatch)
 
-    def discard(self, channel: int, microbatch: int) -> PeerFailure | None:
+    def discard(self, channel_number: int, microbatch: int) -> PeerFailure | None:
         """Take the message off the wire and drop it; returns the failure if it was one."""
         if self.broken is not None:
             return self.broken
-        failure: PeerFailure | None = self.ends.receiving(channel).discard(microbatch)
+        failure: PeerFailure | None = self.ends.receiving(channel_number).discard(microbatch)
         return failure
 
-    def send(self, channel: int, microbatch: int, value: Any) -> None:
+    def send(self, channel_number: int, microbatch: int, value: Any) -> None:
         """Send a value."""
-        end = self.ends.sending(channel)
+        end = self.ends.sending(channel_number)
         end.ready[microbatch] = value
         end.send(microbatch)
 
-    def send_failure(self, channel: int, microbatch: int, failure: PeerFailure) -> None:
+    def send_failure(self, channel_number: int, microbatch: int, failure: PeerFailure) -> None:
         """Send, in the place of a message, the reason why there is none."""
         if self.broken is None:
-            self.ends.sending(channel).send_failure(microbatch, failure)
+            self.ends.sending(channel_number).send_failure(microbatch, failure)
 
     # -- a step
 

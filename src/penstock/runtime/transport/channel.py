@@ -52,8 +52,8 @@ plain.register(Channel, source_stage=int, target_stage=int, direction=str, sourc
 class Incoming(ABC):
     """The receiving end of a channel."""
 
-    def __init__(self, edge: Channel) -> None:
-        self.edge = edge
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
         self.posted: dict[int, Any] = {}  # by microbatch, in the order of posting: what is known of its message
         self.count = 0  # receives posted in this step
 
@@ -61,7 +61,7 @@ class Incoming(ABC):
     def post(self, microbatch: int) -> None:
         """A RECV action: make ready for the next message. Never blocks."""
         if microbatch in self.posted:
-            raise UsageError(f"{self.edge.receive_action(microbatch)} is posted already")
+            raise UsageError(f"{self.channel.receive_action(microbatch)} is posted already")
         self.posted[microbatch] = self._post(microbatch)
         self.count += 1
 
@@ -92,8 +92,8 @@ Message = TypeVar("Message")
 class QueuedIncoming(Incoming, Generic[Message]):
     """A receiving end to which messages come one after the other, whoever asks for which of them first."""
 
-    def __init__(self, edge: Channel) -> None:
-        super().__init__(edge)
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel)
         self.due: deque[int] = deque()  # microbatches posted whose messages have not come
 
     def _take(self, microbatch: int) -> Message:
@@ -118,8 +118,8 @@ class QueuedIncoming(Incoming, Generic[Message]):
 class Outgoing(ABC):
     """The sending end of a channel."""
 
-    def __init__(self, edge: Channel) -> None:
-        self.edge = edge
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
         self.ready: dict[int, Any] = {}  # by microbatch: values to be sent
         self.count = 0  # messages sent in this step
 
@@ -128,7 +128,7 @@ class Outgoing(ABC):
         """A SEND action: the value that is ready for it leaves, and must not be changed in place after."""
         if microbatch not in self.ready:
             self.ready[microbatch] = None  # still owed
-            action = self.edge.send_action(microbatch)
+            action = self.channel.send_action(microbatch)
             raise RunError(f"{action}: nothing is ready to be sent; has a handler left out its compute?")
         self._send(microbatch, self.ready[microbatch])
         del self.ready[microbatch]
@@ -182,26 +182,26 @@ class ChannelEnds(Generic[In, Out]):
         self.incoming: Mapping[int, In] = incoming or {}
         self.outgoing: Mapping[int, Out] = outgoing or {}
 
-    def receiving(self, channel: int) -> In:
+    def receiving(self, channel_number: int) -> In:
         """The receiving end of that channel."""
-        end = self.incoming.get(channel)
+        end = self.incoming.get(channel_number)
         if end is None:
-            raise self._missing(channel, "receive")
+            raise self._missing(channel_number, "receive")
         return end
 
-    def sending(self, channel: int) -> Out:
+    def sending(self, channel_number: int) -> Out:
         """The sending end of that channel."""
-        end = self.outgoing.get(channel)
+        end = self.outgoing.get(channel_number)
         if end is None:
-            raise self._missing(channel, "send")
+            raise self._missing(channel_number, "send")
         return end
 
-    def _missing(self, channel: int, wanted: str) -> UsageError:
-        if not 0 <= channel < len(self.channels):
-            return UsageError(f"channel {channel} is not open; {len(self.channels)} are")
-        edge = self.channels[channel]
-        ends = f"rank {edge.source_rank} to {edge.target_rank}"
-        return UsageError(f"rank {self.rank} cannot {wanted} on channel {channel} ({edge}), which goes from {ends}")
+    def _missing(self, channel_number: int, wanted: str) -> UsageError:
+        if not 0 <= channel_number < len(self.channels):
+            return UsageError(f"channel {channel_number} is not open; {len(self.channels)} are")
+        channel = self.channels[channel_number]
+        ends = f"rank {channel.source_rank} to {channel.target_rank}"
+        return UsageError(f"rank {self.rank} cannot {wanted} on channel {channel_number} ({channel}), which goes from {ends}")
 
     def counts(self) -> dict[int, int]:
         """How many messages of each channel this rank has sent, or has taken, in this step."""
@@ -211,10 +211,10 @@ class ChannelEnds(Generic[In, Out]):
                 moved[index] = end.count - len(end.posted)
         return moved
 
-    def awaited(self, edge: Channel, microbatch: int) -> tuple[int, int] | None:
+    def awaited(self, channel: Channel, microbatch: int) -> tuple[int, int] | None:
         """Which channel that is, and which of its messages in this step, from 0, the receive of the microbatch is."""
         for index, end in self.incoming.items():
-            if end.edge == edge and microbatch in (posted := tuple(end.posted)):
+            if end.channel == channel and microbatch in (posted := tuple(end.posted)):
                 return index, end.count - len(posted) + posted.index(microbatch)
         return None
 
@@ -229,7 +229,7 @@ class ChannelEnds(Generic[In, Out]):
         """A posted receive cannot be taken back, so nothing may be posted where other channels are opened."""
         for end in self.incoming.values():
             if end.posted:
-                waiting = ", ".join(map(end.edge.receive_action, end.posted))
+                waiting = ", ".join(map(end.channel.receive_action, end.posted))
                 raise UsageError(f"{call} while {waiting} is posted; receive or discard it first")
 
 

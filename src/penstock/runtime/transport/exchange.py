@@ -207,10 +207,10 @@ def compare(reports: Sequence[Report], used: Sequence[ChannelEnds[Any, Any]]) ->
     faults = []
     for ends in used:
         counts = [report.counts.get(ends.program, {}) for report in reports]
-        for index, edge in enumerate(ends.channels):
-            sent = counts[edge.source_rank].get(index, 0)
-            taken = counts[edge.target_rank].get(index, 0)
+        for index, channel in enumerate(ends.channels):
+            sent = counts[channel.source_rank].get(index, 0)
+            taken = counts[channel.target_rank].get(index, 0)
             if sent != taken:
-                pair = f"rank {edge.source_rank} sent {sent} and rank {edge.target_rank} took {taken}"
-                faults.append(f"on channel {edge}, {pair}")
+                pair = f"rank {channel.source_rank} sent {sent} and rank {channel.target_rank} took {taken}"
+                faults.append(f"on channel {channel}, {pair}")
     return "; ".join(["the ranks ran different programs", *faults]) if faults else None

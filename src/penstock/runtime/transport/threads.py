@@ -146,8 +146,8 @@ class Board:
 class ThreadIncoming(QueuedIncoming[ThreadMessage]):
     """The receiving end of a channel between threads."""
 
-    def __init__(self, edge: Channel, wire: ThreadLink, transport: ThreadTransport) -> None:
-        super().__init__(edge)
+    def __init__(self, channel: Channel, wire: ThreadLink, transport: ThreadTransport) -> None:
+        super().__init__(channel)
         self._wire = wire
         self._transport = transport
 
@@ -166,17 +166,17 @@ class ThreadIncoming(QueuedIncoming[ThreadMessage]):
         return self._take(microbatch).failure
 
     def _next(self, expected: int, ordinal: int, wanted: int) -> ThreadMessage:
-        message: ThreadMessage = self._transport.wait_for(self._wire.messages, self.edge.source_rank, self.edge, wanted)
+        message: ThreadMessage = self._transport.wait_for(self._wire.messages, self.channel.source_rank, self.channel, wanted)
         if message.microbatch != expected or message.step != self._transport.step:
-            self._transport.refuse(self.edge, expected, message)
+            self._transport.refuse(self.channel, expected, message)
         return message
 
 
 class ThreadOutgoing(Outgoing):
     """The sending end of a channel between threads."""
 
-    def __init__(self, edge: Channel, wire: ThreadLink, transport: ThreadTransport) -> None:
-        super().__init__(edge)
+    def __init__(self, channel: Channel, wire: ThreadLink, transport: ThreadTransport) -> None:
+        super().__init__(channel)
         self._wire = wire
         self._transport = transport
 
@@ -191,7 +191,7 @@ class ThreadOutgoing(Outgoing):
         if self._wire.permits is None:
             self._transport.check_not_broken()
         else:
-            self._transport.wait_for(self._wire.permits, self.edge.target_rank, self.edge, message.microbatch)
+            self._transport.wait_for(self._wire.permits, self.channel.target_rank, self.channel, message.microbatch)
         self._wire.messages.put(message)
 
 
@@ -251,8 +251,8 @@ class ThreadTransport(Transport):
         self.ends = ChannelEnds(
             checked,
             self.rank,
-            {i: ThreadIncoming(edge, wire, self) for i, (edge, wire) in both if edge.target_rank == self.rank},
-            {i: ThreadOutgoing(edge, wire, self) for i, (edge, wire) in both if edge.source_rank == self.rank},
+            {i: ThreadIncoming(channel, wire, self) for i, (channel, wire) in both if channel.target_rank == self.rank},
+            {i: ThreadOutgoing(channel, wire, self) for i, (channel, wire) in both if channel.source_rank == self.rank},
         )
 
     def describe_link(self, source: int, target: int) -> str:
@@ -263,7 +263,7 @@ class ThreadTransport(Transport):
         if self._board.failure is not None:
             self._check_not_broken()
 
-    def wait_for(self, queue: SimpleQueue[Any], peer: int, edge: Channel | None, microbatch: int) -> Any:
+    def wait_for(self, queue: SimpleQueue[Any], peer: int, channel: Channel | None, microbatch: int) -> Any:
         """The next item of the queue, or the blame for there being none; `None` or `False` wake whoever waits."""
         self.check_not_broken()
         waiting = self._board.waiting
@@ -279,31 +279,31 @@ class ThreadTransport(Transport):
                     still = self._board.still(self.rank)
                     waited = monotonic() - max(begin, last_compiled())
                     if waited >= self.timeout and still >= self.timeout - 2 * look:
-                        raise copy(self._board.abort(self._blame(peer, edge, microbatch))) from None
+                        raise copy(self._board.abort(self._blame(peer, channel, microbatch))) from None
         finally:
             waiting[self.rank] = None
         if not item:
             self._check_not_broken()
         return item
 
-    def _blame(self, peer: int, edge: Channel | None, microbatch: int) -> PeerFailure:
+    def _blame(self, peer: int, channel: Channel | None, microbatch: int) -> PeerFailure:
         path = self._board.chain(self.rank)
         story = " waits for ".join(f"rank {rank}" for rank in path)
         closed = len(set(path)) < len(path)
         cause = f"deadlock for {self.timeout:g} s ({story})" if closed else f"silent for {self.timeout:g} s"
         if len(path) > 2 and not closed:
             failure = PeerFailure(path[-1], f"{cause} ({story})")
-        elif edge is None:
+        elif channel is None:
             failure = PeerFailure(peer, f"{cause} while rank {self.rank} waited for it")
         else:
-            failure = (lost_source if edge.source_rank == peer else lost_target)(edge, microbatch, cause)
+            failure = (lost_source if channel.source_rank == peer else lost_target)(channel, microbatch, cause)
         return failure if closed else located(failure, self._board.where[failure.rank]())
 
-    def refuse(self, edge: Channel, expected: int, message: ThreadMessage) -> NoReturn:
+    def refuse(self, channel: Channel, expected: int, message: ThreadMessage) -> NoReturn:
         """Another message came than the one that is due."""
         due = f"step {self.step} microbatch {expected}"
-        error = wrong_message(edge, due, f"step {message.step} microbatch {message.microbatch}")
-        self.abort(PeerFailure(self.rank, f"MessageError: {error}", stage=edge.target_stage, microbatch=expected))
+        error = wrong_message(channel, due, f"step {message.step} microbatch {message.microbatch}")
+        self.abort(PeerFailure(self.rank, f"MessageError: {error}", stage=channel.target_stage, microbatch=expected))
         raise error
 
     def flush(self) -> None:

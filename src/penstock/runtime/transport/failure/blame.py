@@ -125,8 +125,8 @@ def _lost_message(
         return None
     if waiter.step != awaited.step:
         return None  # they count the messages of different steps
-    channel, ordinal = waiter.awaits
-    if waiting.edge.source_rank != waiting.peer or awaited.sent.get(channel, 0) <= ordinal:
+    number, ordinal = waiter.awaits
+    if waiting.edge.source_rank != waiting.peer or awaited.sent.get(number, 0) <= ordinal:
         return None
     return lost_source(waiting.edge, waiting.microbatch, f"it sent a message that has not come for {timeout:g} s,")
 

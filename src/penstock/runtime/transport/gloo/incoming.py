@@ -41,10 +41,10 @@ class GlooIncoming(Incoming):
     posted: dict[int, Pending]
 
     def __init__(
-        self, edge: Channel, tag: int, operations: Operations, book: Book, device: torch.device | None
+        self, channel: Channel, tag: int, operations: Operations, book: Book, device: torch.device | None
     ) -> None:
-        super().__init__(edge)
-        self._expected = ExpectedLayouts(edge, tag)
+        super().__init__(channel)
+        self._expected = ExpectedLayouts(channel, tag)
         self._operations = operations
         self._book = book
         self._device = device
@@ -54,7 +54,7 @@ class GlooIncoming(Incoming):
 
         What can be done here is off the critical path, which begins when the message comes.
         """
-        expected, operations, edge = self._expected, self._operations, self.edge
+        expected, operations, channel = self._expected, self._operations, self.channel
         layout = expected.layouts.get(self.count)
         frame = torch.empty(HEADER_BYTES if layout is None else layout.frame_bytes, dtype=torch.uint8)
         due = HEADER.pack(
@@ -66,11 +66,11 @@ class GlooIncoming(Incoming):
         if layout is not None:
             for home in layout.directs:
                 device = self._device if operations.travels_by_device(home.device) else None
-                directs.append(operations.receive_part(home.make_carrier(device), expected.tag, edge, microbatch))
-        peer = edge.source_rank
-        before, work = None, operations.receive(frame, peer, expected.tag, edge, microbatch)
+                directs.append(operations.receive_part(home.make_carrier(device), expected.tag, channel, microbatch))
+        peer = channel.source_rank
+        before, work = None, operations.receive(frame, peer, expected.tag, channel, microbatch)
         if frame.numel() > WHOLE_BYTES:
-            before, work = work, operations.receive(_END, peer, expected.tag, edge, microbatch)
+            before, work = work, operations.receive(_END, peer, expected.tag, channel, microbatch)
         is_built = layout is None
         if layout is not None:
             octets = [part.tensor for part in directs] if directs else ()
@@ -105,15 +105,15 @@ class GlooIncoming(Incoming):
         """
         if microbatch not in self.posted:
             self.post(microbatch)
-        pending, edge, peer = self.posted[microbatch], self.edge, self.edge.source_rank
+        pending, channel, peer = self.posted[microbatch], self.channel, self.channel.source_rank
         # What comes last is waited for first (see `WHOLE_BYTES`): the thread then sleeps and wakes once. (And each work
         # only once: gloo would wait for a second arrival.)
-        self._operations.wait(pending.work, peer, edge, microbatch)
+        self._operations.wait(pending.work, peer, channel, microbatch)
         if pending.before is not None:
-            self._operations.wait(pending.before, peer, edge, microbatch)
+            self._operations.wait(pending.before, peer, channel, microbatch)
         if pending.directs:
             for part in reversed(pending.directs):
-                self._operations.wait_part(part, peer, edge, microbatch)
+                self._operations.wait_part(part, peer, channel, microbatch)
         raw = ctypes.string_at(pending.frame.data_ptr(), HEADER_BYTES)  # torch's own ways cost four times as much
         header = None
         if raw != pending.due or pending.layout is None:
@@ -128,9 +128,9 @@ class GlooIncoming(Incoming):
         text = describe(came)
         if came[4:] == due[4:]:
             text = f"{text} in another layout (checksum {came.checksum:#x}, not {due.checksum:#x})"
-        error = wrong_message(self.edge, f"microbatch {due.microbatch}, number {due.ordinal} of step {due.step}", text)
+        error = wrong_message(self.channel, f"microbatch {due.microbatch}, number {due.ordinal} of step {due.step}", text)
         operations = self._operations
-        operations.abort(PeerFailure(operations.rank, f"MessageError: {error}", stage=self.edge.target_stage))
+        operations.abort(PeerFailure(operations.rank, f"MessageError: {error}", stage=self.channel.target_stage))
         raise error
 
     def _take_changed(self, microbatch: int, header: Header) -> Any:
@@ -140,7 +140,7 @@ class GlooIncoming(Incoming):
             text_bytes = read_header(ctypes.string_at(body.data_ptr(), HEADER_BYTES)).follows
         if not 0 < text_bytes <= header.follows - HEADER_BYTES:
             raise MessageError(
-                f"{self.edge}: a message of {header.follows} bytes says that {text_bytes} of them are its layout"
+                f"{self.channel}: a message of {header.follows} bytes says that {text_bytes} of them are its layout"
             )
         text = ctypes.string_at(body.data_ptr() + header.follows - text_bytes, text_bytes)
         layout = self._book.intern(text, lambda: Layout.load(text, is_known=has_secret()))
@@ -149,17 +149,17 @@ class GlooIncoming(Incoming):
 
     def _take_failure(self, microbatch: int, header: Header) -> PeerFailure:
         body = self._follow(microbatch, header)
-        return failure_from(ctypes.string_at(body.data_ptr(), header.follows), self.edge.source_rank)
+        return failure_from(ctypes.string_at(body.data_ptr(), header.follows), self.channel.source_rank)
 
     def _follow(self, microbatch: int, header: Header) -> Tensor:
         """The message that a header announced."""
-        operations, peer, edge = self._operations, self.edge.source_rank, self.edge
+        operations, peer, channel = self._operations, self.channel.source_rank, self.channel
         tag = self._expected.following_tag(header.ordinal)
         body = torch.empty(header.follows, dtype=torch.uint8)
-        work = operations.receive(body, peer, tag, edge, microbatch)
+        work = operations.receive(body, peer, tag, channel, microbatch)
         if header.follows > WHOLE_BYTES:
-            operations.wait(operations.receive(_END, peer, tag, edge, microbatch), peer, edge, microbatch)
-        operations.wait(work, peer, edge, microbatch)
+            operations.wait(operations.receive(_END, peer, tag, channel, microbatch), peer, channel, microbatch)
+        operations.wait(work, peer, channel, microbatch)
         # The receipt: the sender posted its receive before it sent the body, so this wait is for nobody.
-        operations.wait(operations.send(_RECEIPT, peer, tag, edge, microbatch), peer, edge, microbatch)
+        operations.wait(operations.send(_RECEIPT, peer, tag, channel, microbatch), peer, channel, microbatch)
         return body

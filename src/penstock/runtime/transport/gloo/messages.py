@@ -122,9 +122,9 @@ class Following(NamedTuple):
 class ExpectedLayouts:
     """What both ends of a channel know beforehand of its messages: the layouts of the last step, by their number."""
 
-    def __init__(self, edge: Channel, tag: int) -> None:
+    def __init__(self, channel: Channel, tag: int) -> None:
         self.tag = tag
-        self.identity = (ord(edge.direction), edge.source_stage, edge.target_stage)
+        self.identity = (ord(channel.direction), channel.source_stage, channel.target_stage)
         self.layouts: dict[int, Layout] = {}  # of message number k, until it looks different
 
     def following_tag(self, ordinal: int) -> int:

@@ -54,33 +54,33 @@ class Operations:
         """Whether tensors of this type of device have a link of their own."""
         return device != "cpu" and self.device_backend is not None
 
-    def send(self, tensor: Tensor, peer: int, tag: int, edge: Channel | None = None, microbatch: int = -1) -> Any:
+    def send(self, tensor: Tensor, peer: int, tag: int, channel: Channel | None = None, microbatch: int = -1) -> Any:
         try:
             return self.backend.send([tensor], peer, tag)
         except RuntimeError as error:
-            self._lose(error, Waiting(peer, edge, microbatch, self._now()))
+            self._lose(error, Waiting(peer, channel, microbatch, self._now()))
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, edge: Channel | None = None, microbatch: int = -1) -> Any:
+    def receive(self, tensor: Tensor, peer: int, tag: int, channel: Channel | None = None, microbatch: int = -1) -> Any:
         try:
             return self.backend.recv([tensor], peer, tag)
         except RuntimeError as error:
-            self._lose(error, Waiting(peer, edge, microbatch, self._now()))
+            self._lose(error, Waiting(peer, channel, microbatch, self._now()))
 
-    def send_part(self, tensor: Tensor, tag: int, edge: Channel, microbatch: int) -> Part:
+    def send_part(self, tensor: Tensor, tag: int, channel: Channel, microbatch: int) -> Part:
         """Bytes that travel by themselves."""
         if self.travels_by_device(tensor.device.type):
-            return Part(tensor, self.device_backend.send([tensor], edge.target_rank, 0), True)
+            return Part(tensor, self.device_backend.send([tensor], channel.target_rank, 0), True)
         tensor = tensor.cpu()
-        return Part(tensor, self.send(tensor, edge.target_rank, tag, edge, microbatch), False)
+        return Part(tensor, self.send(tensor, channel.target_rank, tag, channel, microbatch), False)
 
-    def receive_part(self, tensor: Tensor, tag: int, edge: Channel, microbatch: int) -> Part:
+    def receive_part(self, tensor: Tensor, tag: int, channel: Channel, microbatch: int) -> Part:
         """Into memory for bytes that travel by themselves."""
         if self.travels_by_device(tensor.device.type):
-            return Part(tensor, self.device_backend.recv([tensor], edge.source_rank, 0), True)
-        return Part(tensor, self.receive(tensor, edge.source_rank, tag, edge, microbatch), False)
+            return Part(tensor, self.device_backend.recv([tensor], channel.source_rank, 0), True)
+        return Part(tensor, self.receive(tensor, channel.source_rank, tag, channel, microbatch), False)
 
     def wait(
-        self, work: Any, peer: int, edge: Channel | None = None, microbatch: int = -1, is_short: bool = False
+        self, work: Any, peer: int, channel: Channel | None = None, microbatch: int = -1, is_short: bool = False
     ) -> None:
         """Wait for one operation; the watch sees for whom, and ends the wait if that is hopeless.
 
@@ -88,7 +88,7 @@ class Operations:
         seconds after ours.
         """
         watch = self.watch
-        watch.waiting = waiting = Waiting(peer, edge, microbatch, self._now())
+        watch.waiting = waiting = Waiting(peer, channel, microbatch, self._now())
         try:
             if watch.verdict is not None:
                 raise after_loss(watch.verdict)
@@ -100,11 +100,11 @@ class Operations:
         finally:
             watch.waiting = None
 
-    def wait_part(self, part: Part, peer: int, edge: Channel | None, microbatch: int, is_short: bool = False) -> None:
+    def wait_part(self, part: Part, peer: int, channel: Channel | None, microbatch: int, is_short: bool = False) -> None:
         if part.on_device:
             part.work.wait()  # makes the stream wait, not this thread (not run here: no GPU)
         else:
-            self.wait(part.work, peer, edge, microbatch, is_short)
+            self.wait(part.work, peer, channel, microbatch, is_short)
 
     def is_taken_soon(self, is_known: bool) -> bool:
         """Whether the receiver of a message takes it within the timeout: unless it compiles before.

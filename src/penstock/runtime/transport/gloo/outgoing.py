@@ -49,15 +49,15 @@ class GlooOutgoing(Outgoing):
 
     def __init__(
         self,
-        edge: Channel,
+        channel: Channel,
         tag: int,
         operations: Operations,
         book: Book,
         device: torch.device | None,
         max_sends: int,
     ) -> None:
-        super().__init__(edge)
-        self._expected = ExpectedLayouts(edge, tag)
+        super().__init__(channel)
+        self._expected = ExpectedLayouts(channel, tag)
         self._operations = operations
         self._book = book
         self._device = device
@@ -74,7 +74,7 @@ class GlooOutgoing(Outgoing):
         """As predicted where the value looks so, in full where it does not."""
         if self._operations.watch.verdict is not None:
             self._operations.check_not_broken()
-        expected, edge, peer = self._expected, self.edge, self.edge.target_rank
+        expected, channel, peer = self._expected, self.channel, self.channel.target_rank
         layout = expected.layouts.get(self.count)
         packed = None if layout is None else layout.pack_anew(value)
         if layout is None or packed is None:
@@ -87,21 +87,21 @@ class GlooOutgoing(Outgoing):
             *(self.count, microbatch, *expected.identity),
         )
         if not directs and layout.frame_bytes <= WHOLE_BYTES:
-            work = operations.send(frame.tensor, peer, expected.tag, edge, microbatch)
+            work = operations.send(frame.tensor, peer, expected.tag, channel, microbatch)
             self._sent(UnderWay(microbatch, work, layout, frame, ()))
             return
         watched = [(tensor, version_of(tensor)) for _, tensor in directs if tensor is not None]
-        parts = [operations.send_part(octets, expected.tag, edge, microbatch) for octets, _ in directs]
+        parts = [operations.send_part(octets, expected.tag, channel, microbatch) for octets, _ in directs]
         work = self._send_last(microbatch, frame.tensor, layout, parts)
         self._sent(UnderWay(microbatch, work, layout, frame, parts, watched))
 
     def _send_last(self, microbatch: int, frame: Tensor, layout: Layout | None, parts: list[Part]) -> Any:
         """The frame, after the tensors that travel by themselves, and its end where the receiver waits for that."""
-        send, peer, tag, edge = self._operations.send, self.edge.target_rank, self._expected.tag, self.edge
-        work = send(frame, peer, tag, edge, microbatch)
+        send, peer, tag, channel = self._operations.send, self.channel.target_rank, self._expected.tag, self.channel
+        work = send(frame, peer, tag, channel, microbatch)
         if layout is not None and layout.frame_bytes > WHOLE_BYTES:
             parts.append(Part(frame, work, False))
-            work = send(_END, peer, tag, edge, microbatch)
+            work = send(_END, peer, tag, channel, microbatch)
         return work
 
     def _send_changed(self, microbatch: int, predicted: Layout | None, value: Any) -> None:
@@ -114,7 +114,7 @@ class GlooOutgoing(Outgoing):
             made, leaves = Layout.of(taken, self._operations.device_backend is not None), taken.items
             if encoding.is_pickled(made.content) and not has_secret():
                 raise UsageError(
-                    f"stage {self.edge.source_stage} passes a value that can only travel pickled, over "
+                    f"stage {self.channel.source_stage} passes a value that can only travel pickled, over "
                     f"torch.distributed and in a run without a secret: nobody could tell it from a stranger's. Set "
                     f"{FILE_VARIABLE} on every host (docs/explanations/security.md), or pass tensors, numbers, text "
                     f"and containers of these"
@@ -135,7 +135,7 @@ class GlooOutgoing(Outgoing):
 
     def _send_instead(self, microbatch: int, predicted: Layout | None, kind: int, body: Tensor) -> None:
         """Next to nothing for each large tensor, a header where a frame was predicted, then the body and its end."""
-        operations, edge, peer = self._operations, self.edge, self.edge.target_rank
+        operations, channel, peer = self._operations, self.channel, self.channel.target_rank
         frame, header = blank_header()
         self._write_header(header, kind, microbatch, 0, body.numel())
         parts: list[Part] = []
@@ -144,15 +144,15 @@ class GlooOutgoing(Outgoing):
             filler = torch.zeros(
                 home.carried if by_device else 1, dtype=torch.uint8, device=self._device if by_device else None
             )
-            parts.append(operations.send_part(filler, self._expected.tag, edge, microbatch))
+            parts.append(operations.send_part(filler, self._expected.tag, channel, microbatch))
         work = self._send_last(microbatch, frame, predicted, parts)
         tag = self._expected.following_tag(self.count)
         note = torch.zeros(1, dtype=torch.uint8)
-        receipt = Part(note, operations.receive(note, peer, tag, edge, microbatch), False)
-        following = Part(body, operations.send(body, peer, tag, edge, microbatch), False)
+        receipt = Part(note, operations.receive(note, peer, tag, channel, microbatch), False)
+        following = Part(body, operations.send(body, peer, tag, channel, microbatch), False)
         end = None
         if body.numel() > WHOLE_BYTES:
-            end = Part(_END, operations.send(_END, peer, tag, edge, microbatch), False)
+            end = Part(_END, operations.send(_END, peer, tag, channel, microbatch), False)
         self._following.append(Following(following, end, receipt, microbatch))
         self._sent(UnderWay(microbatch, work, None, frame, parts))
 
@@ -172,15 +172,15 @@ class GlooOutgoing(Outgoing):
         for each in done:
             for part in (each.receipt, each.body, each.end):
                 if part is not None:
-                    self._operations.wait_part(part, self.edge.target_rank, self.edge, each.microbatch, is_short)
+                    self._operations.wait_part(part, self.channel.target_rank, self.channel, each.microbatch, is_short)
         self._following = [each for each in self._following if not any(each is other for other in done)]
 
     def _finish_oldest(self) -> None:
-        message, peer = self._under_way[0], self.edge.target_rank
+        message, peer = self._under_way[0], self.channel.target_rank
         is_short = self._operations.is_taken_soon(is_known=message.layout is not None)
-        self._operations.wait(message.work, peer, self.edge, message.microbatch, is_short)
+        self._operations.wait(message.work, peer, self.channel, message.microbatch, is_short)
         for part in message.parts:
-            self._operations.wait_part(part, peer, self.edge, message.microbatch, is_short)
+            self._operations.wait_part(part, peer, self.channel, message.microbatch, is_short)
         self._under_way.popleft()
         if message.layout is not None and isinstance(message.frame, Frame):
             message.layout.spare.append(message.frame)

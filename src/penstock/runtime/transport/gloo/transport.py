@@ -163,16 +163,16 @@ class DistributedTransport(Transport):
         return ChannelEnds(
             channels,
             self.rank,
-            {i: self._incoming(edge, tag, i) for i, edge in enumerate(channels) if edge.target_rank == self.rank},
-            {i: self._outgoing(edge, tag, i) for i, edge in enumerate(channels) if edge.source_rank == self.rank},
+            {i: self._incoming(channel, tag, i) for i, channel in enumerate(channels) if channel.target_rank == self.rank},
+            {i: self._outgoing(channel, tag, i) for i, channel in enumerate(channels) if channel.source_rank == self.rank},
         )
 
-    def _incoming(self, edge: Channel, tag: int, number: int) -> GlooIncoming:
-        return GlooIncoming(edge, tag + number * SUBTAGS, self._operations, self._book, self.device)
+    def _incoming(self, channel: Channel, tag: int, number: int) -> GlooIncoming:
+        return GlooIncoming(channel, tag + number * SUBTAGS, self._operations, self._book, self.device)
 
-    def _outgoing(self, edge: Channel, tag: int, number: int, max_sends: int | None = None) -> GlooOutgoing:
+    def _outgoing(self, channel: Channel, tag: int, number: int, max_sends: int | None = None) -> GlooOutgoing:
         most = self._max_sends if max_sends is None else max_sends
-        return GlooOutgoing(edge, tag + number * SUBTAGS, self._operations, self._book, self.device, most)
+        return GlooOutgoing(channel, tag + number * SUBTAGS, self._operations, self._book, self.device, most)
 
     def _make_bell(self) -> Bell | None:
         """What wakes the watches of other ranks, where something can."""
@@ -184,7 +184,7 @@ class DistributedTransport(Transport):
     @uninterrupted
     def flush(self) -> None:
         found = [
-            (end.edge.source_stage, microbatch)
+            (end.channel.source_stage, microbatch)
             for ends in self._opened.values()
             for end in ends.outgoing.values()
             for microbatch in end.flush()

@@ -252,10 +252,10 @@ class Connections(dict[int, Connection]):
         self._rank = rank
         self._watch = watch
 
-    def wait(self, connection: Connection, edge: Channel | None, microbatch: int, done: Callable[[], object]) -> None:
+    def wait(self, connection: Connection, channel: Channel | None, microbatch: int, done: Callable[[], object]) -> None:
         """Read what the peer sends until it is done; the watch sees for whom, and ends the wait if that is hopeless."""
         watch = self._watch
-        watch.waiting = waiting = Waiting(connection.peer, edge, microbatch, monotonic())
+        watch.waiting = waiting = Waiting(connection.peer, channel, microbatch, monotonic())
         awake = waiting.since + SPIN_SECONDS
         try:
             while not done():

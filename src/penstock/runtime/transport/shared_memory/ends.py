@@ -62,10 +62,10 @@ class SharedIncoming(QueuedIncoming[Filed]):
         words: memoryview,
         place: int,
     ) -> None:
-        super().__init__(through_gloo.edge)
+        super().__init__(through_gloo.channel)
         self._gloo = through_gloo
         self._connections = connections
-        self._connection = connections[through_gloo.edge.source_rank]
+        self._connection = connections[through_gloo.channel.source_rank]
         self._operations = operations
         self._queue = self._connection.queues[key]
         self._words = words
@@ -74,7 +74,7 @@ class SharedIncoming(QueuedIncoming[Filed]):
 
     def _post(self, microbatch: int) -> None:
         """One more may come."""
-        self._connections.busy_with = self.edge, microbatch
+        self._connections.busy_with = self.channel, microbatch
         self.due.append(microbatch)
         self._total += 1
         words = self._words
@@ -111,7 +111,7 @@ class SharedIncoming(QueuedIncoming[Filed]):
 
     def _next(self, expected: int, ordinal: int, wanted: int) -> Filed:
         if not self._queue:
-            self._connections.wait(self._connection, self.edge, wanted, self._queue.__len__)
+            self._connections.wait(self._connection, self.channel, wanted, self._queue.__len__)
         filed = self._queue.popleft()
         fields, layout = filed
         if (
@@ -131,8 +131,8 @@ class SharedIncoming(QueuedIncoming[Filed]):
         text = f"microbatch {fields[MICROBATCH]}, number {fields[ORDINAL]} of step {fields[STEP]}"
         if layout is not None and layout.checksum != fields[CHECKSUM]:
             text += f" in another layout (checksum {fields[CHECKSUM]:#x}, not {layout.checksum:#x})"
-        error = wrong_message(self.edge, due, text)
-        failure = PeerFailure(self._operations.rank, f"MessageError: {error}", stage=self.edge.target_stage)
+        error = wrong_message(self.channel, due, text)
+        failure = PeerFailure(self._operations.rank, f"MessageError: {error}", stage=self.channel.target_stage)
         self._operations.abort(failure)
         raise error
 
@@ -153,10 +153,10 @@ class SharedOutgoing(Outgoing):
         place: int,
         ahead: int,
     ) -> None:
-        super().__init__(through_gloo.edge)
+        super().__init__(through_gloo.channel)
         self._gloo = through_gloo
         self._connections = connections
-        self._connection = connections[through_gloo.edge.target_rank]
+        self._connection = connections[through_gloo.channel.target_rank]
         self._operations = operations
         self._key = key
         self._total = 0  # sent so far
@@ -176,11 +176,11 @@ class SharedOutgoing(Outgoing):
         connection, step = self._connection, self._operations.exchanges
         if self._operations.watch.verdict is not None:
             self._operations.check_not_broken()
-        self._connections.busy_with = self.edge, microbatch
+        self._connections.busy_with = self.channel, microbatch
         try:
             number, layout, leaves = self._match(value)
             if self._total >= self._allowed and not self._may_send():
-                self._connections.wait(connection, self.edge, microbatch, self._may_send)
+                self._connections.wait(connection, self.channel, microbatch, self._may_send)
             kind, place = DATA, NO_BLOCK
             if layout.payload_bytes:
                 block = connection.ring.put(layout, leaves, step) if layout.on_cpu else None
@@ -191,17 +191,17 @@ class SharedOutgoing(Outgoing):
                     place = block.number
             connection.write(HEAD.pack(kind, place, self._key, step, self.count, microbatch, number, layout.checksum))
         except Gone:
-            self._connections.lose(Waiting(connection.peer, self.edge, microbatch, monotonic()))
+            self._connections.lose(Waiting(connection.peer, self.channel, microbatch, monotonic()))
         self._total += 1
 
     def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:
         connection, step = self._connection, self._operations.exchanges
-        self._connections.busy_with = self.edge, microbatch
+        self._connections.busy_with = self.channel, microbatch
         try:
             number = connection.write_failure(plain.dumps(failure))
             connection.write(HEAD.pack(FAILURE, number, self._key, step, self.count, microbatch, 0, 0))
         except Gone:
-            self._connections.lose(Waiting(connection.peer, self.edge, microbatch, monotonic()))
+            self._connections.lose(Waiting(connection.peer, self.channel, microbatch, monotonic()))
         self._total += 1
 
     def _send_through_gloo(self, microbatch: int, value: Any) -> None:
@@ -209,7 +209,7 @@ class SharedOutgoing(Outgoing):
         if ring.refused is not None and not ring.warned:
             ring.warned = True
             warnings.warn(
-                f"rank {self.edge.source_rank} gets no more shared memory for its link to rank {self._connection.peer} "
+                f"rank {self.channel.source_rank} gets no more shared memory for its link to rank {self._connection.peer} "
                 f"({ring.refused.strerror}, beyond {ring.nbytes / 2**20:.1f} MiB); what does not fit goes through "
                 "torch.distributed, which is slower. Give the container more memory to avoid this",
                 RuntimeWarning,

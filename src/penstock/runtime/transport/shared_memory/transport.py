@@ -82,7 +82,7 @@ class SharedMemoryTransport(DistributedTransport):
 
     def _connect(self, channels: tuple[Channel, ...]) -> None:
         """To every rank on this host that a channel, or the exchange, joins with this one."""
-        pairs = [(edge.source_rank, edge.target_rank) for edge in channels]
+        pairs = [(channel.source_rank, channel.target_rank) for channel in channels]
         centre = self._exchanger.coordinator  # the exchange goes through it
         pairs += [(rank, centre) for rank in range(self.ranks) if rank != centre]
         mine = {end for pair in pairs if self.rank in pair for end in pair} - {self.rank}
@@ -102,9 +102,9 @@ class SharedMemoryTransport(DistributedTransport):
         ends = super()._make_ends(channels, tag)
         words: dict[int, memoryview] = {}  # by peer
         incoming, outgoing = dict(ends.incoming), dict(ends.outgoing)
-        for number, edge in enumerate(channels):
+        for number, channel in enumerate(channels):
             key, place = ends.program << 16 | number, number + 1
-            peer = edge.source_rank if number in incoming else edge.target_rank
+            peer = channel.source_rank if number in incoming else channel.target_rank
             if peer not in self._connections:
                 continue
             common = self._connections, self._operations, key
@@ -114,7 +114,7 @@ class SharedMemoryTransport(DistributedTransport):
                 incoming[number] = SharedIncoming(ends.incoming[number], *common, words[peer], place)
             elif number in outgoing:
                 # gloo's receive of a message that takes that way is posted where it is announced: no send may wait
-                through_gloo = self._outgoing(edge, tag, number, max_sends=ANY_NUMBER)
+                through_gloo = self._outgoing(channel, tag, number, max_sends=ANY_NUMBER)
                 outgoing[number] = SharedOutgoing(through_gloo, *common, ends.program, place, self._max_sends)
         return ChannelEnds(channels, self.rank, incoming, outgoing)
 

@@ -38,7 +38,7 @@ from penstock.runtime.engine.stage import Stage
 from penstock.runtime.engine.step_input import Refused, StepInput
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.channel import Incoming, Outgoing
-from penstock.runtime.transport.failure.interrupts import CTRL_C
+from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.schedule import Action, Op, Schedule, Span
 
 KEPT = 64  # programs that are prepared: batches of many sizes may each have their own

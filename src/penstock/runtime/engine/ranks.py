@@ -41,8 +41,8 @@ from penstock.runtime.state.randomness import (
 )
 from penstock.runtime.state.transaction import Transaction
 from penstock.runtime.transport import ThreadTransport, Transport
-from penstock.runtime.transport.failure.compiling import may_compile
-from penstock.runtime.transport.failure.interrupts import CTRL_C
+from penstock.runtime.transport.compiling import may_compile
+from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.runtime.transport.failure.peer_failures import whole_again
 from penstock.schedule import Placement, Schedule
 

@@ -21,7 +21,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from penstock.errors import MessageError, PeerFailure, RunError, UsageError
 from penstock.messages import plain
-from penstock.runtime.transport.failure.interrupts import uninterrupted
+from penstock.runtime.transport.interrupts import uninterrupted
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 from penstock.errors import MessageError, UsageError
 from penstock.messages import plain
 from penstock.runtime.transport.channel import ChannelEnds
-from penstock.runtime.transport.failure.interrupts import uninterrupted
+from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.gloo.operations import Operations
 
 FRAME_BYTES = 16 * 1024  # the reports of some dozens of ranks: what fits is taken without the receiver's help

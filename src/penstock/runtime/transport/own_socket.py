@@ -17,7 +17,7 @@ import tempfile
 from contextlib import suppress
 
 from penstock.errors import UsageError
-from penstock.runtime.transport.failure.forks import close_in_forks
+from penstock.runtime.transport.forks import close_in_forks
 
 MEMORY = "/dev/shm"  # a file system of this host, which takes sockets; a temporary folder may be on another one
 

@@ -35,7 +35,7 @@ from penstock.runtime.transport.channel import (
     check_channels,
     wrong_message,
 )
-from penstock.runtime.transport.failure.compiling import last_compiled
+from penstock.runtime.transport.compiling import last_compiled
 from penstock.runtime.transport.failure.peer_failures import located, lost_source, lost_target, with_report
 from penstock.runtime.transport.handover import Ready, arrive, share
 

@@ -49,7 +49,7 @@ from penstock.runtime.transport.base import Where, nowhere
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Excused, State, Waiting, different_calls, excused, judge
 from penstock.runtime.transport.failure.bulletin import Bulletin
-from penstock.runtime.transport.failure.compiling import is_compiling
+from penstock.runtime.transport.compiling import is_compiling
 from penstock.runtime.transport.failure.notes import STRANGER, Alarm, Tampered
 from penstock.runtime.transport.failure.peer_failures import after_loss, placed, with_report
 from penstock.runtime.transport.failure.silence import Marks, Overdue

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.errors import MessageError, PeerFailure
 from penstock.messages.secret import has_secret
 from penstock.runtime.transport.channel import Channel, Incoming, wrong_message
-from penstock.runtime.transport.failure.interrupts import uninterrupted
+from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.failure.peer_failures import failure_from
 from penstock.runtime.transport.gloo.messages import (
     CHANGED,

@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.blame import Waiting
-from penstock.runtime.transport.failure.compiling import LONGEST, has_compiled
+from penstock.runtime.transport.compiling import LONGEST, has_compiled
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.gloo.messages import Part

@@ -48,7 +48,7 @@ from penstock.runtime.transport.channel import Channel, ChannelEnds, check_chann
 from penstock.runtime.transport.exchange import Exchange, Exchanged, Posted
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting, different_calls
-from penstock.runtime.transport.failure.interrupts import uninterrupted
+from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.failure.watch import Watch, held_weakly
 from penstock.runtime.transport.gloo.incoming import GlooIncoming
 from penstock.runtime.transport.gloo.messages import SUBTAGS

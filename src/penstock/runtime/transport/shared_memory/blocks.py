@@ -32,8 +32,8 @@ from typing import Any
 
 import torch
 
-from penstock.runtime.transport.failure.forks import EPOCH
-from penstock.runtime.transport.failure.interrupts import uninterrupted
+from penstock.runtime.transport.forks import EPOCH
+from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.layout.layout import Frame, Layout
 from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 

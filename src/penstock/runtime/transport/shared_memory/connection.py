@@ -39,7 +39,7 @@ from typing import NoReturn
 from penstock.errors import MessageError, PeerFailure
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.blame import Waiting
-from penstock.runtime.transport.failure.interrupts import CTRL_C
+from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.layout.layout import Layout

@@ -21,7 +21,7 @@ from penstock.errors import PeerFailure
 from penstock.messages import plain
 from penstock.runtime.transport.channel import Outgoing, QueuedIncoming, wrong_message
 from penstock.runtime.transport.failure.blame import Waiting
-from penstock.runtime.transport.failure.interrupts import uninterrupted
+from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.failure.peer_failures import failure_from
 from penstock.runtime.transport.gloo.incoming import GlooIncoming
 from penstock.runtime.transport.gloo.operations import Operations

@@ -19,7 +19,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import PeerFailure
-from penstock.runtime.transport.failure.interrupts import CTRL_C, uninterrupted
+from penstock.runtime.transport.interrupts import CTRL_C, uninterrupted
 
 ROUNDS = 25
 

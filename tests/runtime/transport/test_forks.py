@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import os, socket
-from penstock.runtime.transport.failure.forks import EPOCH, close_in_forks
+from penstock.runtime.transport.forks import EPOCH, close_in_forks
 
 here, there = socket.socketpair()
 close_in_forks(here)

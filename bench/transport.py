@@ -28,7 +28,7 @@ from common import run_ranks
 from report import Column, at_least_one, bench
 
 from penstock.runtime.transport import Channel, Transport
-from penstock.runtime.transport.gloo.transport import DistributedTransport
+from penstock.runtime.transport.distributed.transport import DistributedTransport
 from penstock.runtime.transport.shared_memory.transport import SharedMemoryTransport
 
 CHANNELS = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0)]

@@ -16,8 +16,8 @@ from processes import LIMIT, SECRET, launch, loaded
 
 from penstock.errors import PeerFailure
 
-KINDS = ["threads", "threads-0", "gloo", "shared"]  # what every transport must do is tried on each
-PROCESSES = ["gloo", "shared"]
+KINDS = ["threads", "threads-0", "distributed", "shared"]  # what every transport must do is tried on each
+PROCESSES = ["distributed", "shared"]
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Outcome:
 
 
 def run(kind: str, scenario: Any, ranks: int = 2, timeout: float = TIMEOUT, **options: Any) -> list[Outcome]:
-    """The outcomes by rank. `kind`: "threads", "threads-0" (nothing buffered), "gloo", "shared"; "-tcp": its store."""
+    """The outcomes by rank. `kind`: "threads", "threads-0" (nothing buffered), "distributed", "shared"; "-tcp": its store."""
     if kind.startswith("threads"):
         return _run_threads(scenario, ranks, timeout, 0 if kind.endswith("-0") else None, options)
     return _run_processes(kind, scenario, ranks, timeout, options)
@@ -85,7 +85,7 @@ def _on_process(say: Any, kind: str, file: str, name: str, timeout: float, optio
     """What a process runs; it says (value, error)."""
     import torch.distributed as dist
 
-    from penstock.runtime.transport.gloo.transport import DistributedTransport
+    from penstock.runtime.transport.distributed.transport import DistributedTransport
     from penstock.runtime.transport.shared_memory.transport import SharedMemoryTransport
 
     os.environ.setdefault("PENSTOCK_SECRET", SECRET)

@@ -23,7 +23,7 @@ from processes import launch
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.channel import Channel
-from penstock.runtime.transport.gloo.transport import DistributedTransport
+from penstock.runtime.transport.distributed.transport import DistributedTransport
 from penstock.runtime.transport.layout.tensor_places import DIRECT_BYTES
 
 MANY = 128 * 2**20

@@ -25,7 +25,7 @@ from penstock.runtime.engine.ranks import calling
 from penstock.runtime.engine.recorder import host_name, offsets
 from penstock.runtime.state.randomness import StepCounter
 from penstock.runtime.transport import ThreadTransport, Transport
-from penstock.runtime.transport.gloo.transport import DistributedTransport
+from penstock.runtime.transport.distributed.transport import DistributedTransport
 from penstock.runtime.transport.shared_memory.transport import SharedMemoryTransport
 from penstock.runtime.transport.threads import IN_MEMORY
 

@@ -26,7 +26,7 @@ from penstock.runtime.transport.base import Where, nowhere
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import after_loss, placed
 from penstock.runtime.transport.failure.watch import SETTLE_SECONDS, held_weakly
-from penstock.runtime.transport.gloo.transport import DistributedTransport
+from penstock.runtime.transport.distributed.transport import DistributedTransport
 
 LATER = 6.0  # seconds: a pipeline finds out for itself first which of its ranks is silent
 SOON = 2.0

@@ -28,7 +28,7 @@ from penstock.parallel.data_parallel.wrapped_stages import UserParallel, Wrapped
 from penstock.parallel.tensor_parallel.spread import SPREAD, KnownMeshes, SpreadValues, spread
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.stage import Stage
-from penstock.runtime.transport.gloo.transport import DistributedTransport
+from penstock.runtime.transport.distributed.transport import DistributedTransport
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline

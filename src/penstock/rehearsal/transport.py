@@ -15,9 +15,9 @@ from penstock.errors import PeerFailure
 from penstock.rehearsal.network import Backend, Network, Parcel, Store
 from penstock.rehearsal.virtual_time import RankClock
 from penstock.runtime.transport.channel import Channel, ChannelEnds, Outgoing, QueuedIncoming, wrong_message
-from penstock.runtime.transport.exchange import Exchange
-from penstock.runtime.transport.gloo.operations import Operations
-from penstock.runtime.transport.gloo.transport import CHANNELS, DistributedTransport, Member
+from penstock.runtime.transport.distributed.exchange import Exchange
+from penstock.runtime.transport.distributed.transfers import Transfers
+from penstock.runtime.transport.distributed.transport import CHANNELS, DistributedTransport, Member
 
 CONTROL = CHANNELS  # the number of the wires that carry exchanges, after those of channels
 
@@ -40,11 +40,11 @@ Stamp = Callable[[int, Message], Parcel]  # a message of a channel, with what it
 class RehearsalIncoming(QueuedIncoming[Message]):
     """The receiving end of a channel."""
 
-    def __init__(self, channel: Channel, number: int, backend: Backend, operations: Operations, posted: Posted) -> None:
+    def __init__(self, channel: Channel, number: int, backend: Backend, transfers: Transfers, posted: Posted) -> None:
         super().__init__(channel)
         self._number = number
         self._wire = backend.recv((), channel.source_rank, number)
-        self._operations = operations
+        self._transfers = transfers
         self._posted = posted
 
     def _post(self, microbatch: int) -> None:
@@ -61,15 +61,15 @@ class RehearsalIncoming(QueuedIncoming[Message]):
         return self._take(microbatch).failure
 
     def _next(self, expected: int, ordinal: int, wanted: int) -> Message:
-        operations, channel = self._operations, self.channel
+        transfers, channel = self._transfers, self.channel
         if not self._wire.is_ready:
-            operations.wait(self._wire, channel.source_rank, channel, wanted)
+            transfers.wait(self._wire, channel.source_rank, channel, wanted)
         message: Message = self._wire.take()
-        if message[:3] != (operations.exchanges, ordinal, expected):
-            due = f"microbatch {expected}, number {ordinal} of step {operations.exchanges}"
+        if message[:3] != (transfers.exchanges, ordinal, expected):
+            due = f"microbatch {expected}, number {ordinal} of step {transfers.exchanges}"
             came = f"microbatch {message.microbatch}, number {message.ordinal} of step {message.step}"
             error = wrong_message(channel, due, came)
-            operations.abort(PeerFailure(operations.rank, f"MessageError: {error}", stage=channel.target_stage))
+            transfers.abort(PeerFailure(transfers.rank, f"MessageError: {error}", stage=channel.target_stage))
             raise error
         return message
 
@@ -77,40 +77,40 @@ class RehearsalIncoming(QueuedIncoming[Message]):
 class RehearsalOutgoing(Outgoing):
     """The sending end of a channel. A send never waits: the links buffer."""
 
-    def __init__(self, channel: Channel, number: int, operations: Operations, stamp: Stamp) -> None:
+    def __init__(self, channel: Channel, number: int, transfers: Transfers, stamp: Stamp) -> None:
         super().__init__(channel)
         self._number = number
-        self._operations = operations
+        self._transfers = transfers
         self._stamp = stamp
 
     def _send(self, microbatch: int, value: Any) -> None:
-        self._operations.check_not_broken()
-        self._put(Message(self._operations.exchanges, self.count, microbatch, value, None))
+        self._transfers.check_not_broken()
+        self._put(Message(self._transfers.exchanges, self.count, microbatch, value, None))
 
     def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:
-        self._put(Message(self._operations.exchanges, self.count, microbatch, None, failure))
+        self._put(Message(self._transfers.exchanges, self.count, microbatch, None, failure))
 
     def _put(self, message: Message) -> None:
         parcel: Any = self._stamp(self._number, message)  # in the place of a tensor
-        self._operations.send(parcel, self.channel.target_rank, self._number, self.channel, message.microbatch)
+        self._transfers.send(parcel, self.channel.target_rank, self._number, self.channel, message.microbatch)
 
 
 class Mail:
     """What ranks say in exchanges, in the place of the sockets between ranks of one host."""
 
-    def __init__(self, network: Network, operations: Operations) -> None:
-        self._network, self._operations = network, operations
+    def __init__(self, network: Network, transfers: Transfers) -> None:
+        self._network, self._transfers = network, transfers
 
     def __contains__(self, peer: object) -> bool:
         return True
 
     def put_exchange(self, peer: int, step: int, body: bytes) -> None:
-        parcel: Any = Parcel((step, body), 0.0, self._network.latency(self._operations.rank, peer))
-        self._operations.send(parcel, peer, CONTROL)
+        parcel: Any = Parcel((step, body), 0.0, self._network.latency(self._transfers.rank, peer))
+        self._transfers.send(parcel, peer, CONTROL)
 
     def get_exchange(self, peer: int) -> tuple[int, bytes]:
-        wire = self._network.wire(peer, self._operations.rank, CONTROL)
-        self._operations.wait(wire, peer)
+        wire = self._network.wire(peer, self._transfers.rank, CONTROL)
+        self._transfers.wait(wire, peer)
         step, body = wire.take()
         return step, body
 
@@ -123,7 +123,7 @@ class SharedReading(Exchange):
     """
 
     def __init__(self, of: Exchange, network: Network) -> None:
-        super().__init__(of.rank, of.ranks, of.coordinator, CONTROL, of._operations)
+        super().__init__(of.rank, of.ranks, of.coordinator, CONTROL, of._transfers)
         self._read_before = network.read_before
 
     def _read(self, peer: int, content: bytes) -> Any:
@@ -149,17 +149,17 @@ class RehearsalTransport(DistributedTransport):
         member = Member(rank, ranks, self._backend, None, "virtual", store, store.host, 0)
         self._set_up(member, timeout, max_sends=1, coordinator=0, clock=RankClock(network.time, rank))
         self._exchanger = SharedReading(self._exchanger, network)
-        self._exchanger.sockets = Mail(network, self._operations)
+        self._exchanger.sockets = Mail(network, self._transfers)
 
     def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
-        operations, rank = self._operations, self.rank
+        transfers, rank = self._transfers, self.rank
         incoming = {
-            number: RehearsalIncoming(channel, number, self._backend, operations, self._posted)
+            number: RehearsalIncoming(channel, number, self._backend, transfers, self._posted)
             for number, channel in enumerate(channels)
             if channel.target_rank == rank
         }
         outgoing = {
-            number: RehearsalOutgoing(channel, number, operations, self._stamp)
+            number: RehearsalOutgoing(channel, number, transfers, self._stamp)
             for number, channel in enumerate(channels)
             if channel.source_rank == rank
         }

@@ -123,7 +123,7 @@ def misuse(transport: Any) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
+@pytest.mark.parametrize("kind", ["threads", "distributed", "shared"])
 def test_misuse_is_named_and_leaves_the_links_as_they_were(kind: str) -> None:
     said = values(run(kind, misuse))[1]
     assert "hand-over" in said[0]

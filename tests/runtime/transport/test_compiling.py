@@ -39,7 +39,7 @@ def receives_late(transport: Any, told: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "timeout"),
-    [("threads", 0.2), *(pytest.param(kind, 4.0, marks=pytest.mark.slow) for kind in ("shared", "gloo"))],
+    [("threads", 0.2), *(pytest.param(kind, 4.0, marks=pytest.mark.slow) for kind in ("shared", "distributed"))],
 )
 def test_a_rank_that_compiles_is_not_silent(kind: str, timeout: float) -> None:
     assert torch.equal(values(run(kind, receives_late, timeout=timeout, told=True))[0], torch.ones(1))

@@ -10,7 +10,7 @@ from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.threads import ThreadTransport
 
 if TYPE_CHECKING:
-    from penstock.runtime.transport.gloo.transport import DistributedTransport as DistributedTransport
+    from penstock.runtime.transport.distributed.transport import DistributedTransport as DistributedTransport
     from penstock.runtime.transport.shared_memory.transport import SharedMemoryTransport as SharedMemoryTransport
 
 __all__ = ["Channel", "DistributedTransport", "SharedMemoryTransport", "ThreadTransport", "Transport"]

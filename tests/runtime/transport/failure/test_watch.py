@@ -61,8 +61,8 @@ def living(outcomes: list[Outcome], victim: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("victim", "kind"),
     mostly_slow(
-        [(0, "gloo"), (1, "gloo-tcp"), (2, "gloo"), (2, "gloo-tcp"), (0, "shared"), (1, "shared"), (2, "shared-tcp")],
-        (2, "gloo-tcp"),
+        [(0, "distributed"), (1, "distributed-tcp"), (2, "distributed"), (2, "distributed-tcp"), (0, "shared"), (1, "shared"), (2, "shared-tcp")],
+        (2, "distributed-tcp"),
         (0, "shared"),
     ),
 )
@@ -78,7 +78,7 @@ def test_a_rank_that_is_killed_is_named_by_all_others_at_once(victim: int, kind:
 
 @pytest.mark.parametrize(
     ("victim", "kind"),
-    mostly_slow([(2, "gloo-tcp"), (1, "gloo"), (1, "shared"), (2, "shared-tcp")], (1, "gloo"), (2, "shared-tcp")),
+    mostly_slow([(2, "distributed-tcp"), (1, "distributed"), (1, "shared"), (2, "shared-tcp")], (1, "distributed"), (2, "shared-tcp")),
 )
 def test_a_rank_that_is_stopped_is_named_by_all_others_after_the_timeout(victim: int, kind: str) -> None:
     outcomes = run(kind, loses_a_rank, ranks=3, timeout=4.0, victim=victim, how=signal.SIGSTOP)
@@ -88,7 +88,7 @@ def test_a_rank_that_is_stopped_is_named_by_all_others_after_the_timeout(victim:
         assert 3.9 < seconds < SOON
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["gloo-tcp", "shared-tcp"], "shared-tcp"))
+@pytest.mark.parametrize("kind", mostly_slow(["distributed-tcp", "shared-tcp"], "shared-tcp"))
 def test_a_stopped_rank_that_hosts_the_store_does_not_hang_the_others(kind: str) -> None:
     outcomes = run(kind, loses_a_rank, ranks=3, timeout=1.0, victim=0, how=signal.SIGSTOP)
     for rank, text, seconds in living(outcomes, 0):
@@ -110,7 +110,7 @@ def wait_for_silence(transport: Any, busy: float) -> Any:
     return caught.value.rank, caught.value.cause, time.monotonic() - start
 
 
-@pytest.mark.parametrize("kind", ["threads", *tiers("gloo", "shared")])
+@pytest.mark.parametrize("kind", ["threads", *tiers("distributed", "shared")])
 def test_the_blame_goes_to_the_rank_at_the_end_of_the_chain_of_waits(kind: str) -> None:
     timeout, busy = (0.3, 0.6) if kind == "threads" else (4.0, 14.0)  # a rank that lacks a processor waits for longer
     for rank, cause, seconds in values(run(kind, wait_for_silence, ranks=3, timeout=timeout, busy=busy))[:2]:

@@ -4,7 +4,7 @@ Every packet stands by itself, so that an interrupt between two of them leaves n
 
     DATA          a message of a channel: which block it lies in and which layout it has
     FAILURE       a message whose place a failure takes, in the text of that number
-    THROUGH_GLOO  a message that comes through torch.distributed
+    THROUGH_DISTRIBUTED  a message that comes through torch.distributed
     BLOCK         a new block, its memory attached
     RETIRED       a block that will not be used again
     LAYOUT        a part of a layout's text
@@ -45,7 +45,7 @@ from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.layout.layout import Layout
 from penstock.runtime.transport.shared_memory.blocks import InBlock, Ring, map_memory
 
-DATA, FAILURE, THROUGH_GLOO, BLOCK, RETIRED, LAYOUT, FORGET, FAILED, POSTS, EXCHANGE, WAKE, BYE = range(1, 13)
+DATA, FAILURE, THROUGH_DISTRIBUTED, BLOCK, RETIRED, LAYOUT, FORGET, FAILED, POSTS, EXCHANGE, WAKE, BYE = range(1, 13)
 
 HEAD = struct.Struct("<IIQQIIII")
 # What its fields are. NUMBER: of the block, or of the text. KEY: the channel and its program; of other packets, a size
@@ -178,7 +178,7 @@ class Connection:
         kind = fields[KIND]
         if kind == DATA:
             self.queues[fields[KEY]].append((fields, self._layouts[fields[LAYOUT_NUMBER]]))
-        elif kind in (FAILURE, THROUGH_GLOO):
+        elif kind in (FAILURE, THROUGH_DISTRIBUTED):
             self.queues[fields[KEY]].append((fields, None))
         else:
             self._note(fields, bytes(self._buffers[0][HEAD.size : count]), _descriptors(attached))

@@ -4,7 +4,7 @@ A message may be sent when fewer than `ahead` messages of its channel are under 
 receives are posted. The receiver counts its posts in words that the sender can read, so that costs neither
 of them a call, and a sender waits for nothing but posts: that is less than the proof of a program allows
 (there a send ends only when its very receive is posted). Blocks never make a sender wait: where all are in
-use another is made, and where memory is refused the message goes through gloo, announced in its turn.
+use another is made, and where memory is refused the message goes through torch.distributed, announced in its turn.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from penstock.runtime.transport.channel import Outgoing, QueuedIncoming, wrong_m
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.failure.peer_failures import failure_from
-from penstock.runtime.transport.gloo.incoming import GlooIncoming
-from penstock.runtime.transport.gloo.operations import Operations
-from penstock.runtime.transport.gloo.outgoing import GlooOutgoing
+from penstock.runtime.transport.distributed.incoming import DistributedIncoming
+from penstock.runtime.transport.distributed.transfers import Transfers
+from penstock.runtime.transport.distributed.outgoing import DistributedOutgoing
 from penstock.runtime.transport.layout.layout import Layout, flatten
 from penstock.runtime.transport.shared_memory.blocks import allocate, build_plain, map_memory
 from penstock.runtime.transport.shared_memory.connection import (
@@ -38,7 +38,7 @@ from penstock.runtime.transport.shared_memory.connection import (
     NO_BLOCK,
     ORDINAL,
     STEP,
-    THROUGH_GLOO,
+    THROUGH_DISTRIBUTED,
     WAKE,
     Connection,
     Connections,
@@ -51,22 +51,22 @@ _SENDER_WAITS = 0  # the first word: the sender sleeps until another receive is 
 
 
 class SharedIncoming(QueuedIncoming[Filed]):
-    """The receiving end of a channel; `through_gloo` takes what comes through gloo."""
+    """The receiving end of a channel; `through_distributed` takes what comes through torch.distributed."""
 
     def __init__(
         self,
-        through_gloo: GlooIncoming,
+        through_distributed: DistributedIncoming,
         connections: Connections,
-        operations: Operations,
+        transfers: Transfers,
         key: int,
         words: memoryview,
         place: int,
     ) -> None:
-        super().__init__(through_gloo.channel)
-        self._gloo = through_gloo
+        super().__init__(through_distributed.channel)
+        self._distributed = through_distributed
         self._connections = connections
-        self._connection = connections[through_gloo.channel.source_rank]
-        self._operations = operations
+        self._connection = connections[through_distributed.channel.source_rank]
+        self._transfers = transfers
         self._queue = self._connection.queues[key]
         self._words = words
         self._place = place
@@ -94,14 +94,14 @@ class SharedIncoming(QueuedIncoming[Filed]):
             (kind, place, *_), layout = self._take(microbatch)
         if layout is not None:
             return build_plain(layout) if place == NO_BLOCK else self._connection.blocks[place].build(layout)
-        if kind == THROUGH_GLOO:
-            return self._gloo.receive(microbatch)
+        if kind == THROUGH_DISTRIBUTED:
+            return self._distributed.receive(microbatch)
         raise self._failure(place)
 
     def discard(self, microbatch: int) -> PeerFailure | None:
         (kind, place, *_), _ = self._take(microbatch)
-        if kind == THROUGH_GLOO:
-            return self._gloo.discard(microbatch)
+        if kind == THROUGH_DISTRIBUTED:
+            return self._distributed.discard(microbatch)
         if kind == DATA and place != NO_BLOCK:
             self._connection.blocks[place].drop()
         return self._failure(place) if kind == FAILURE else None
@@ -117,50 +117,50 @@ class SharedIncoming(QueuedIncoming[Filed]):
         if (
             fields[MICROBATCH] != expected
             or fields[ORDINAL] != ordinal
-            or fields[STEP] != self._operations.exchanges
+            or fields[STEP] != self._transfers.exchanges
             or (layout is not None and layout.checksum != fields[CHECKSUM])
         ):
             self._refuse(expected, ordinal, filed)
-        if fields[KIND] == THROUGH_GLOO:
-            self._gloo.post(expected)
+        if fields[KIND] == THROUGH_DISTRIBUTED:
+            self._distributed.post(expected)
         return filed
 
     def _refuse(self, expected: int, ordinal: int, filed: Filed) -> NoReturn:
         fields, layout = filed
-        due = f"microbatch {expected}, number {ordinal} of step {self._operations.exchanges}"
+        due = f"microbatch {expected}, number {ordinal} of step {self._transfers.exchanges}"
         text = f"microbatch {fields[MICROBATCH]}, number {fields[ORDINAL]} of step {fields[STEP]}"
         if layout is not None and layout.checksum != fields[CHECKSUM]:
             text += f" in another layout (checksum {fields[CHECKSUM]:#x}, not {layout.checksum:#x})"
         error = wrong_message(self.channel, due, text)
-        failure = PeerFailure(self._operations.rank, f"MessageError: {error}", stage=self.channel.target_stage)
-        self._operations.abort(failure)
+        failure = PeerFailure(self._transfers.rank, f"MessageError: {error}", stage=self.channel.target_stage)
+        self._transfers.abort(failure)
         raise error
 
     def end_step(self) -> None:
-        self.count = self._gloo.count = 0
+        self.count = self._distributed.count = 0
 
 
 class SharedOutgoing(Outgoing):
-    """The sending end of a channel; `through_gloo` sends what must go through gloo."""
+    """The sending end of a channel; `through_distributed` sends what must go through torch.distributed."""
 
     def __init__(
         self,
-        through_gloo: GlooOutgoing,
+        through_distributed: DistributedOutgoing,
         connections: Connections,
-        operations: Operations,
+        transfers: Transfers,
         key: int,
         program: int,
         place: int,
         ahead: int,
     ) -> None:
-        super().__init__(through_gloo.channel)
-        self._gloo = through_gloo
+        super().__init__(through_distributed.channel)
+        self._distributed = through_distributed
         self._connections = connections
-        self._connection = connections[through_gloo.channel.target_rank]
-        self._operations = operations
+        self._connection = connections[through_distributed.channel.target_rank]
+        self._transfers = transfers
         self._key = key
         self._total = 0  # sent so far
-        self._sent_through_gloo = 0  # of this step
+        self._sent_through_distributed = 0  # of this step
         self._program = program
         self._place = place
         self._ahead = self._allowed = ahead
@@ -170,12 +170,12 @@ class SharedOutgoing(Outgoing):
 
     @property
     def under_way(self) -> list[int]:
-        return self._gloo.under_way
+        return self._distributed.under_way
 
     def _send(self, microbatch: int, value: Any) -> None:
-        connection, step = self._connection, self._operations.exchanges
-        if self._operations.watch.verdict is not None:
-            self._operations.check_not_broken()
+        connection, step = self._connection, self._transfers.exchanges
+        if self._transfers.watch.verdict is not None:
+            self._transfers.check_not_broken()
         self._connections.busy_with = self.channel, microbatch
         try:
             number, layout, leaves = self._match(value)
@@ -185,8 +185,8 @@ class SharedOutgoing(Outgoing):
             if layout.payload_bytes:
                 block = connection.ring.put(layout, leaves, step) if layout.on_cpu else None
                 if block is None:
-                    self._send_through_gloo(microbatch, value)
-                    kind = THROUGH_GLOO
+                    self._send_through_distributed(microbatch, value)
+                    kind = THROUGH_DISTRIBUTED
                 else:
                     place = block.number
             connection.write(HEAD.pack(kind, place, self._key, step, self.count, microbatch, number, layout.checksum))
@@ -195,7 +195,7 @@ class SharedOutgoing(Outgoing):
         self._total += 1
 
     def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:
-        connection, step = self._connection, self._operations.exchanges
+        connection, step = self._connection, self._transfers.exchanges
         self._connections.busy_with = self.channel, microbatch
         try:
             number = connection.write_failure(plain.dumps(failure))
@@ -204,7 +204,7 @@ class SharedOutgoing(Outgoing):
             self._connections.lose(Waiting(connection.peer, self.channel, microbatch, monotonic()))
         self._total += 1
 
-    def _send_through_gloo(self, microbatch: int, value: Any) -> None:
+    def _send_through_distributed(self, microbatch: int, value: Any) -> None:
         ring = self._connection.ring
         if ring.refused is not None and not ring.warned:
             ring.warned = True
@@ -215,9 +215,9 @@ class SharedOutgoing(Outgoing):
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._sent_through_gloo += 1
-        self._gloo.ready[microbatch] = value
-        self._gloo.send(microbatch)
+        self._sent_through_distributed += 1
+        self._distributed.ready[microbatch] = value
+        self._distributed.send(microbatch)
 
     def _may_send(self) -> bool:
         """Whether the receiver has posted enough; asks for a nudge if not."""
@@ -249,15 +249,15 @@ class SharedOutgoing(Outgoing):
         return *known, taken.items
 
     def flush(self) -> Sequence[int]:
-        return self._gloo.flush() if self._sent_through_gloo else ()
+        return self._distributed.flush() if self._sent_through_distributed else ()
 
     def end_step(self) -> None:
         self.count = 0
         with suppress(Gone):
-            self._connection.ring.end_step(self._operations.exchanges)
-        if self._sent_through_gloo:
-            self._sent_through_gloo = 0
-            self._gloo.end_step()
+            self._connection.ring.end_step(self._transfers.exchanges)
+        if self._sent_through_distributed:
+            self._sent_through_distributed = 0
+            self._distributed.end_step()
 
 
 def share_posts(connection: Connection, program: int, count: int) -> memoryview:

@@ -29,7 +29,7 @@ from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
-from penstock.runtime.transport.gloo.transport import DistributedTransport
+from penstock.runtime.transport.distributed.transport import DistributedTransport
 from penstock.runtime.transport.shared_memory.connection import Connection, Connections
 from penstock.runtime.transport.shared_memory.ends import SharedIncoming, SharedOutgoing, share_posts
 from penstock.runtime.transport.shared_memory.meeting import Meeting, missing_here
@@ -39,7 +39,7 @@ ANY_NUMBER = 1 << 62
 
 
 class SharedMemoryTransport(DistributedTransport):
-    """One rank's transport through shared memory, and through gloo for all else.
+    """One rank's transport through shared memory, and through torch.distributed for all else.
 
     With `strict`, a link that cannot use shared memory is an error.
     """
@@ -107,15 +107,15 @@ class SharedMemoryTransport(DistributedTransport):
             peer = channel.source_rank if number in incoming else channel.target_rank
             if peer not in self._connections:
                 continue
-            common = self._connections, self._operations, key
+            common = self._connections, self._transfers, key
             if number in incoming:
                 if peer not in words:
                     words[peer] = share_posts(self._connections[peer], ends.program, len(channels) + 1)
                 incoming[number] = SharedIncoming(ends.incoming[number], *common, words[peer], place)
             elif number in outgoing:
                 # gloo's receive of a message that takes that way is posted where it is announced: no send may wait
-                through_gloo = self._outgoing(channel, tag, number, max_sends=ANY_NUMBER)
-                outgoing[number] = SharedOutgoing(through_gloo, *common, ends.program, place, self._max_sends)
+                through_distributed = self._outgoing(channel, tag, number, max_sends=ANY_NUMBER)
+                outgoing[number] = SharedOutgoing(through_distributed, *common, ends.program, place, self._max_sends)
         return ChannelEnds(channels, self.rank, incoming, outgoing)
 
     def _join(self, peer: int) -> None:

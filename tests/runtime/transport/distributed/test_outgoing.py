@@ -19,8 +19,8 @@ PAIR = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0)]
 def count_calls(transport: Any) -> list[int]:
     """How many messages gloo sees, step by step."""
     transport.open(PAIR)
-    operations, counted = transport._operations, []
-    backend = operations.backend
+    transfers, counted = transport._transfers, []
+    backend = transfers.backend
 
     class Counting:
         sends = 0
@@ -32,7 +32,7 @@ def count_calls(transport: Any) -> list[int]:
         def recv(self, *arguments: Any) -> Any:
             return backend.recv(*arguments)
 
-    operations.backend = Counting()
+    transfers.backend = Counting()
     small, large = torch.ones(3, 5), torch.ones(DIRECT_BYTES)
     both = (large, small, large + 1)
     steps = [
@@ -40,7 +40,7 @@ def count_calls(transport: Any) -> list[int]:
         *([large] * 3, [large] * 3, [both] * 3, [both] * 3, [small] * 3),
     ]
     for values_sent in steps:
-        before = operations.backend.sends
+        before = transfers.backend.sends
         for microbatch, value in enumerate(values_sent):
             if transport.rank == 0:
                 transport.send(0, microbatch, value)
@@ -51,7 +51,7 @@ def count_calls(transport: Any) -> list[int]:
                 came, due = flatten(transport.receive(0, microbatch)), flatten(value)
                 assert all(map(torch.equal, came.items, due.items))
         transport.flush()
-        counted.append(operations.backend.sends - before)
+        counted.append(transfers.backend.sends - before)
         transport.exchange(None)
     return counted
 
@@ -59,7 +59,7 @@ def count_calls(transport: Any) -> list[int]:
 def test_a_message_that_looks_as_in_the_step_before_is_one_message_and_one_more_a_large_tensor() -> None:
     new, ragged, same = 6, 4, 3  # of three messages: all new; the last one new; none new
     ends = 3  # after each new one that is large
-    assert values(run("gloo", count_calls))[0] == [new, same, ragged, same, new + ends, 6, 6 + 3 + ends, 9, 6 + 6]
+    assert values(run("distributed", count_calls))[0] == [new, same, ragged, same, new + ends, 6, 6 + 3 + ends, 9, 6 + 6]
 
 
 def writes_after_sending(transport: Any) -> list[str]:
@@ -89,7 +89,7 @@ def writes_after_sending(transport: Any) -> list[str]:
 
 def test_a_large_tensor_that_is_written_to_before_it_has_left_is_an_error() -> None:
     """The bug: gloo sends it from where it is, at any time until the send is waited for; 31 to 46 % wrong."""
-    said = values(run("gloo", writes_after_sending))[0]
+    said = values(run("distributed", writes_after_sending))[0]
     assert [bool(text) for text in said] == [False, True, True, False, False, False, False, False]
     assert said[1].startswith("what stage 0 handed over for microbatch 2 was written to in place before it was read")
 

@@ -97,7 +97,7 @@ def test_close_leaves_no_thread_and_no_file_behind(kind: str) -> None:
 
 
 def test_a_transport_needs_a_process_group() -> None:
-    from penstock.runtime.transport.gloo.transport import DistributedTransport
+    from penstock.runtime.transport.distributed.transport import DistributedTransport
 
     with pytest.raises(UsageError, match="not initialised"):
         DistributedTransport()

@@ -15,7 +15,7 @@ from penstock.messages import plain
 from penstock.messages.secret import FILE_VARIABLE, has_secret
 from penstock.runtime.state.ownership import version_of
 from penstock.runtime.transport.channel import Channel, Outgoing
-from penstock.runtime.transport.gloo.messages import (
+from penstock.runtime.transport.distributed.messages import (
     CHANGED,
     DATA,
     FAILURE,
@@ -28,7 +28,7 @@ from penstock.runtime.transport.gloo.messages import (
     UnderWay,
     blank_header,
 )
-from penstock.runtime.transport.gloo.operations import Operations
+from penstock.runtime.transport.distributed.transfers import Transfers
 from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.layout import Book, Frame, Layout, flatten
 from penstock.runtime.transport.layout.tensor_places import whole_lines
@@ -36,7 +36,7 @@ from penstock.runtime.transport.layout.tensor_places import whole_lines
 _END = torch.ones(1, dtype=torch.uint8)
 
 
-class GlooOutgoing(Outgoing):
+class DistributedOutgoing(Outgoing):
     """The sending end of a channel.
 
     Gloo cannot be asked whether a send is done, only made to wait for it; so what was sent is
@@ -51,14 +51,14 @@ class GlooOutgoing(Outgoing):
         self,
         channel: Channel,
         tag: int,
-        operations: Operations,
+        transfers: Transfers,
         book: Book,
         device: torch.device | None,
         max_sends: int,
     ) -> None:
         super().__init__(channel)
         self._expected = ExpectedLayouts(channel, tag)
-        self._operations = operations
+        self._transfers = transfers
         self._book = book
         self._device = device
         self._max_sends = max_sends
@@ -72,32 +72,32 @@ class GlooOutgoing(Outgoing):
 
     def _send(self, microbatch: int, value: Any) -> None:
         """As predicted where the value looks so, in full where it does not."""
-        if self._operations.watch.verdict is not None:
-            self._operations.check_not_broken()
+        if self._transfers.watch.verdict is not None:
+            self._transfers.check_not_broken()
         expected, channel, peer = self._expected, self.channel, self.channel.target_rank
         layout = expected.layouts.get(self.count)
         packed = None if layout is None else layout.pack_anew(value)
         if layout is None or packed is None:
             self._send_changed(microbatch, layout, value)
             return
-        operations = self._operations
+        transfers = self._transfers
         frame, directs = packed
         HEADER.pack_into(
-            *(frame.header, 0, MAGIC, DATA, layout.checksum, 0, operations.exchanges),
+            *(frame.header, 0, MAGIC, DATA, layout.checksum, 0, transfers.exchanges),
             *(self.count, microbatch, *expected.identity),
         )
         if not directs and layout.frame_bytes <= WHOLE_BYTES:
-            work = operations.send(frame.tensor, peer, expected.tag, channel, microbatch)
+            work = transfers.send(frame.tensor, peer, expected.tag, channel, microbatch)
             self._sent(UnderWay(microbatch, work, layout, frame, ()))
             return
         watched = [(tensor, version_of(tensor)) for _, tensor in directs if tensor is not None]
-        parts = [operations.send_part(octets, expected.tag, channel, microbatch) for octets, _ in directs]
+        parts = [transfers.send_part(octets, expected.tag, channel, microbatch) for octets, _ in directs]
         work = self._send_last(microbatch, frame.tensor, layout, parts)
         self._sent(UnderWay(microbatch, work, layout, frame, parts, watched))
 
     def _send_last(self, microbatch: int, frame: Tensor, layout: Layout | None, parts: list[Part]) -> Any:
         """The frame, after the tensors that travel by themselves, and its end where the receiver waits for that."""
-        send, peer, tag, channel = self._operations.send, self.channel.target_rank, self._expected.tag, self.channel
+        send, peer, tag, channel = self._transfers.send, self.channel.target_rank, self._expected.tag, self.channel
         work = send(frame, peer, tag, channel, microbatch)
         if layout is not None and layout.frame_bytes > WHOLE_BYTES:
             parts.append(Part(frame, work, False))
@@ -111,7 +111,7 @@ class GlooOutgoing(Outgoing):
             layout = before  # as in a first step, where all microbatches look alike
         else:
             taken = flatten(value)
-            made, leaves = Layout.of(taken, self._operations.device_backend is not None), taken.items
+            made, leaves = Layout.of(taken, self._transfers.device_backend is not None), taken.items
             if encoding.is_pickled(made.content) and not has_secret():
                 raise UsageError(
                     f"stage {self.channel.source_stage} passes a value that can only travel pickled, over "
@@ -135,29 +135,29 @@ class GlooOutgoing(Outgoing):
 
     def _send_instead(self, microbatch: int, predicted: Layout | None, kind: int, body: Tensor) -> None:
         """Next to nothing for each large tensor, a header where a frame was predicted, then the body and its end."""
-        operations, channel, peer = self._operations, self.channel, self.channel.target_rank
+        transfers, channel, peer = self._transfers, self.channel, self.channel.target_rank
         frame, header = blank_header()
         self._write_header(header, kind, microbatch, 0, body.numel())
         parts: list[Part] = []
         for home in predicted.directs if predicted is not None else ():
-            by_device = operations.travels_by_device(home.device)  # NCCL must send as much as is received
+            by_device = transfers.travels_by_device(home.device)  # NCCL must send as much as is received
             filler = torch.zeros(
                 home.carried if by_device else 1, dtype=torch.uint8, device=self._device if by_device else None
             )
-            parts.append(operations.send_part(filler, self._expected.tag, channel, microbatch))
+            parts.append(transfers.send_part(filler, self._expected.tag, channel, microbatch))
         work = self._send_last(microbatch, frame, predicted, parts)
         tag = self._expected.following_tag(self.count)
         note = torch.zeros(1, dtype=torch.uint8)
-        receipt = Part(note, operations.receive(note, peer, tag, channel, microbatch), False)
-        following = Part(body, operations.send(body, peer, tag, channel, microbatch), False)
+        receipt = Part(note, transfers.receive(note, peer, tag, channel, microbatch), False)
+        following = Part(body, transfers.send(body, peer, tag, channel, microbatch), False)
         end = None
         if body.numel() > WHOLE_BYTES:
-            end = Part(_END, operations.send(_END, peer, tag, channel, microbatch), False)
+            end = Part(_END, transfers.send(_END, peer, tag, channel, microbatch), False)
         self._following.append(Following(following, end, receipt, microbatch))
         self._sent(UnderWay(microbatch, work, None, frame, parts))
 
     def _write_header(self, buffer: Any, kind: int, microbatch: int, checksum: int, follows: int) -> None:
-        step, identity = self._operations.exchanges, self._expected.identity
+        step, identity = self._transfers.exchanges, self._expected.identity
         HEADER.pack_into(buffer, 0, MAGIC, kind, checksum, follows, step, self.count, microbatch, *identity)
 
     def _sent(self, message: UnderWay) -> None:
@@ -168,19 +168,19 @@ class GlooOutgoing(Outgoing):
             self._finish_following([each for each in self._following if each.receipt.tensor.item()])
 
     def _finish_following(self, done: Sequence[Following]) -> None:
-        is_short = self._operations.is_taken_soon(is_known=False)
+        is_short = self._transfers.is_taken_soon(is_known=False)
         for each in done:
             for part in (each.receipt, each.body, each.end):
                 if part is not None:
-                    self._operations.wait_part(part, self.channel.target_rank, self.channel, each.microbatch, is_short)
+                    self._transfers.wait_part(part, self.channel.target_rank, self.channel, each.microbatch, is_short)
         self._following = [each for each in self._following if not any(each is other for other in done)]
 
     def _finish_oldest(self) -> None:
         message, peer = self._under_way[0], self.channel.target_rank
-        is_short = self._operations.is_taken_soon(is_known=message.layout is not None)
-        self._operations.wait(message.work, peer, self.channel, message.microbatch, is_short)
+        is_short = self._transfers.is_taken_soon(is_known=message.layout is not None)
+        self._transfers.wait(message.work, peer, self.channel, message.microbatch, is_short)
         for part in message.parts:
-            self._operations.wait_part(part, peer, self.channel, message.microbatch, is_short)
+            self._transfers.wait_part(part, peer, self.channel, message.microbatch, is_short)
         self._under_way.popleft()
         if message.layout is not None and isinstance(message.frame, Frame):
             message.layout.spare.append(message.frame)

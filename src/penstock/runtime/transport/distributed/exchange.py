@@ -26,7 +26,7 @@ from penstock.errors import MessageError, UsageError
 from penstock.messages import plain
 from penstock.runtime.transport.channel import ChannelEnds
 from penstock.runtime.transport.interrupts import uninterrupted
-from penstock.runtime.transport.gloo.operations import Operations
+from penstock.runtime.transport.distributed.transfers import Transfers
 
 FRAME_BYTES = 16 * 1024  # the reports of some dozens of ranks: what fits is taken without the receiver's help
 _HEAD = struct.Struct("<IIQQ")  # magic, spare, step, bytes of the body
@@ -79,7 +79,7 @@ class Exchange:
 
     sockets: Sockets | None = None  # to ranks on this host, where there may be any
 
-    def __init__(self, rank: int, ranks: int, coordinator: int, tag: int, operations: Operations) -> None:
+    def __init__(self, rank: int, ranks: int, coordinator: int, tag: int, transfers: Transfers) -> None:
         if not 0 <= coordinator < ranks:
             raise UsageError(f"coordinator={coordinator}; there are ranks 0 to {ranks - 1}")
         self.rank = rank
@@ -87,7 +87,7 @@ class Exchange:
         self.coordinator = coordinator
         self._peers = [coordinator] if rank != coordinator else [each for each in range(ranks) if each != rank]
         self._tag, self._long_tag = tag, tag + 2  # the number between them is for cutting connections
-        self._operations = operations
+        self._transfers = transfers
         self._prepared: dict[int, tuple[Tensor, Any]] = {}
 
     def prepare(self) -> None:
@@ -156,7 +156,7 @@ class Exchange:
         if self.sockets is not None and peer in self.sockets:
             return _NOTHING, None
         frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-        return frame, self._operations.receive(frame, peer, self._tag)
+        return frame, self._transfers.receive(frame, peer, self._tag)
 
     def _put(self, peer: int, step: int, body: bytes) -> list[tuple[Tensor, Any]]:
         if self.sockets is not None and peer in self.sockets:
@@ -170,11 +170,11 @@ class Exchange:
 
     def _wait(self, peer: int, works: Sequence[tuple[Tensor, Any]]) -> None:
         for _, work in works:
-            self._operations.wait(work, peer)
+            self._transfers.wait(work, peer)
 
     def _start(self, content: bytes, peer: int, tag: int) -> tuple[Tensor, Any]:
         tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        return tensor, self._operations.send(tensor, peer, tag)
+        return tensor, self._transfers.send(tensor, peer, tag)
 
     def _get(self, peer: int, step: int, frame: Tensor, work: Any) -> bytes:
         if work is None:
@@ -183,7 +183,7 @@ class Exchange:
             if its_step != step:
                 raise MessageError(self._other_step(peer, step, its_step))
             return body
-        self._operations.wait(work, peer)
+        self._transfers.wait(work, peer)
         magic, _, its_step, size = _HEAD.unpack(ctypes.string_at(frame.data_ptr(), _HEAD.size))
         if magic != _MAGIC or its_step != step:
             raise MessageError(self._other_step(peer, step, its_step))
@@ -192,7 +192,7 @@ class Exchange:
         if size <= _ROOM:
             return ctypes.string_at(frame.data_ptr() + _HEAD.size, size)
         rest = torch.empty(size, dtype=torch.uint8)
-        self._operations.wait(self._operations.receive(rest, peer, self._long_tag), peer, is_short=True)
+        self._transfers.wait(self._transfers.receive(rest, peer, self._long_tag), peer, is_short=True)
         return ctypes.string_at(rest.data_ptr(), size)
 
     def _other_step(self, peer: int, step: int, its_step: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.runtime.transport.channel import Channel
-from penstock.runtime.transport.gloo.messages import (
+from penstock.runtime.transport.distributed.messages import (
     DATA,
     HEADER,
     MAGIC,

@@ -1,4 +1,4 @@
-"""Single operations on the wire, with what must be true of each: bounded, watched, and a named loss.
+"""Single transfers on the wire, with what must be true of each: bounded, watched, and a named loss.
 
 The backend is called below torch.distributed's functional layer (`ProcessGroup.send` and `recv`
 on the backend itself), which saves about 10 us of Python for each message and takes ranks of the
@@ -22,12 +22,12 @@ from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.compiling import LONGEST, has_compiled
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
-from penstock.runtime.transport.gloo.messages import Part
+from penstock.runtime.transport.distributed.messages import Part
 
 SLACK = 10.0  # gloo's own timeout comes this much later than ours: it is the last resort, where the watch ends nothing
 
 
-class Operations:
+class Transfers:
     """Starts transfers and waits for them. The number of exchanges so far is stamped on every message."""
 
     def __init__(self, rank: int, backend: Any, device_backend: Any, watch: Watch, timeout: float) -> None:

@@ -49,7 +49,7 @@ def exchange_sizes(transport: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
+@pytest.mark.parametrize("kind", ["threads", "distributed", "shared"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_exchange_gives_every_rank_every_value_of_any_size(kind: str, ranks: int) -> None:
     assert values(run(kind, exchange_sizes, ranks=ranks)) == [True] * ranks
@@ -69,7 +69,7 @@ def hears_of_it(transport: Any) -> Any:
     return heard
 
 
-@pytest.mark.parametrize("kind", ["threads", "gloo", "shared"])
+@pytest.mark.parametrize("kind", ["threads", "distributed", "shared"])
 def test_a_rank_that_waits_for_nobody_hears_of_a_failed_step(kind: str) -> None:
     for heard in values(run(kind, hears_of_it)):
         assert heard == ["ValueError: boom"]

@@ -45,15 +45,15 @@ from penstock.errors import MessageError, PeerFailure, UsageError
 from penstock.messages.clock import CLOCK, Clock
 from penstock.runtime.transport.base import Transport, Where, nowhere
 from penstock.runtime.transport.channel import Channel, ChannelEnds, check_channels
-from penstock.runtime.transport.exchange import Exchange, Exchanged, Posted
+from penstock.runtime.transport.distributed.exchange import Exchange, Exchanged, Posted
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting, different_calls
 from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.failure.watch import Watch, held_weakly
-from penstock.runtime.transport.gloo.incoming import GlooIncoming
-from penstock.runtime.transport.gloo.messages import SUBTAGS
-from penstock.runtime.transport.gloo.operations import Operations, find_device_backend
-from penstock.runtime.transport.gloo.outgoing import GlooOutgoing
+from penstock.runtime.transport.distributed.incoming import DistributedIncoming
+from penstock.runtime.transport.distributed.messages import SUBTAGS
+from penstock.runtime.transport.distributed.transfers import Transfers, find_device_backend
+from penstock.runtime.transport.distributed.outgoing import DistributedOutgoing
 from penstock.runtime.transport.handover import rewritten
 from penstock.runtime.transport.layout.layout import Book
 
@@ -119,10 +119,10 @@ class DistributedTransport(Transport):
         self.news = self.watch.news
         self.watch.traffic = partial(_traffic, weakref.ref(self))  # not of this transport, which it would keep alive
         weakref.finalize(self, self.watch.close)
-        self._operations = Operations(self.rank, member.backend, member.device_backend, self.watch, timeout)
+        self._transfers = Transfers(self.rank, member.backend, member.device_backend, self.watch, timeout)
         self._book = Book()
         self._max_sends = max_sends
-        self._exchanger = Exchange(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._operations)
+        self._exchanger = Exchange(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._transfers)
         self.ends = ChannelEnds((), self.rank)
         self._opened: dict[tuple[Channel, ...], ChannelEnds[Any, Any]] = {}
         self._next_channel = 0
@@ -133,7 +133,7 @@ class DistributedTransport(Transport):
 
     @property
     def exchanges(self) -> int:
-        return self._operations.exchanges
+        return self._transfers.exchanges
 
     @property
     def broken(self) -> PeerFailure | None:
@@ -167,12 +167,12 @@ class DistributedTransport(Transport):
             {i: self._outgoing(channel, tag, i) for i, channel in enumerate(channels) if channel.source_rank == self.rank},
         )
 
-    def _incoming(self, channel: Channel, tag: int, number: int) -> GlooIncoming:
-        return GlooIncoming(channel, tag + number * SUBTAGS, self._operations, self._book, self.device)
+    def _incoming(self, channel: Channel, tag: int, number: int) -> DistributedIncoming:
+        return DistributedIncoming(channel, tag + number * SUBTAGS, self._transfers, self._book, self.device)
 
-    def _outgoing(self, channel: Channel, tag: int, number: int, max_sends: int | None = None) -> GlooOutgoing:
+    def _outgoing(self, channel: Channel, tag: int, number: int, max_sends: int | None = None) -> DistributedOutgoing:
         most = self._max_sends if max_sends is None else max_sends
-        return GlooOutgoing(channel, tag + number * SUBTAGS, self._operations, self._book, self.device, most)
+        return DistributedOutgoing(channel, tag + number * SUBTAGS, self._transfers, self._book, self.device, most)
 
     def _make_bell(self) -> Bell | None:
         """What wakes the watches of other ranks, where something can."""
@@ -195,14 +195,14 @@ class DistributedTransport(Transport):
     def exchange(self, value: Any) -> list[Any]:
         self._check_may_exchange()
         used = list(self._opened.values())
-        answers = self._collect(self._exchanger.post(self._operations.exchanges, self.ends, used, self.call, value))
+        answers = self._collect(self._exchanger.post(self._transfers.exchanges, self.ends, used, self.call, value))
         self._end_step(used)
         return self._agreed(answers)
 
     def post_exchange(self, value: Any) -> Callable[[], list[Any]]:
         self._check_may_exchange()
         used = list(self._opened.values())
-        posted = self._exchanger.post(self._operations.exchanges, self.ends, used, self.call, value)
+        posted = self._exchanger.post(self._transfers.exchanges, self.ends, used, self.call, value)
         self._end_step(used)
         answers: list[list[Any]] = []
         errors: list[Exception] = []
@@ -246,7 +246,7 @@ class DistributedTransport(Transport):
         return answers
 
     def _end_step(self, used: Sequence[ChannelEnds[Any, Any]]) -> None:
-        self._operations.exchanges += 1
+        self._transfers.exchanges += 1
         self.watch.end_step()
         for ends in used:
             ends.end_step()

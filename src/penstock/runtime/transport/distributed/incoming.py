@@ -13,7 +13,7 @@ from penstock.messages.secret import has_secret
 from penstock.runtime.transport.channel import Channel, Incoming, wrong_message
 from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.failure.peer_failures import failure_from
-from penstock.runtime.transport.gloo.messages import (
+from penstock.runtime.transport.distributed.messages import (
     CHANGED,
     DATA,
     FAILURE,
@@ -27,7 +27,7 @@ from penstock.runtime.transport.gloo.messages import (
     describe,
     read_header,
 )
-from penstock.runtime.transport.gloo.operations import Operations
+from penstock.runtime.transport.distributed.transfers import Transfers
 from penstock.runtime.transport.layout.layout import Book, Layout
 from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 
@@ -35,17 +35,17 @@ _RECEIPT = torch.ones(1, dtype=torch.uint8)
 _END = torch.empty(1, dtype=torch.uint8)  # takes the ends of all messages, which say nothing
 
 
-class GlooIncoming(Incoming):
+class DistributedIncoming(Incoming):
     """The receiving end of a channel. Buffers are made when a receive is posted and belong to the value then."""
 
     posted: dict[int, Pending]
 
     def __init__(
-        self, channel: Channel, tag: int, operations: Operations, book: Book, device: torch.device | None
+        self, channel: Channel, tag: int, transfers: Transfers, book: Book, device: torch.device | None
     ) -> None:
         super().__init__(channel)
         self._expected = ExpectedLayouts(channel, tag)
-        self._operations = operations
+        self._transfers = transfers
         self._book = book
         self._device = device
 
@@ -54,27 +54,27 @@ class GlooIncoming(Incoming):
 
         What can be done here is off the critical path, which begins when the message comes.
         """
-        expected, operations, channel = self._expected, self._operations, self.channel
+        expected, transfers, channel = self._expected, self._transfers, self.channel
         layout = expected.layouts.get(self.count)
         frame = torch.empty(HEADER_BYTES if layout is None else layout.frame_bytes, dtype=torch.uint8)
         due = HEADER.pack(
-            *(MAGIC, DATA, layout.checksum if layout else 0, 0, operations.exchanges),
+            *(MAGIC, DATA, layout.checksum if layout else 0, 0, transfers.exchanges),
             *(self.count, microbatch, *expected.identity),
         )
         directs: list[Part] = []
         value = None
         if layout is not None:
             for home in layout.directs:
-                device = self._device if operations.travels_by_device(home.device) else None
-                directs.append(operations.receive_part(home.make_carrier(device), expected.tag, channel, microbatch))
+                device = self._device if transfers.travels_by_device(home.device) else None
+                directs.append(transfers.receive_part(home.make_carrier(device), expected.tag, channel, microbatch))
         peer = channel.source_rank
-        before, work = None, operations.receive(frame, peer, expected.tag, channel, microbatch)
+        before, work = None, transfers.receive(frame, peer, expected.tag, channel, microbatch)
         if frame.numel() > WHOLE_BYTES:
-            before, work = work, operations.receive(_END, peer, expected.tag, channel, microbatch)
+            before, work = work, transfers.receive(_END, peer, expected.tag, channel, microbatch)
         is_built = layout is None
         if layout is not None:
             octets = [part.tensor for part in directs] if directs else ()
-            value, is_built = layout.build_ahead(frame, octets, self._device, operations.device_backend is not None)
+            value, is_built = layout.build_ahead(frame, octets, self._device, transfers.device_backend is not None)
         return Pending(due, value, layout, frame, work, directs, before, is_built)
 
     @uninterrupted
@@ -108,12 +108,12 @@ class GlooIncoming(Incoming):
         pending, channel, peer = self.posted[microbatch], self.channel, self.channel.source_rank
         # What comes last is waited for first (see `WHOLE_BYTES`): the thread then sleeps and wakes once. (And each work
         # only once: gloo would wait for a second arrival.)
-        self._operations.wait(pending.work, peer, channel, microbatch)
+        self._transfers.wait(pending.work, peer, channel, microbatch)
         if pending.before is not None:
-            self._operations.wait(pending.before, peer, channel, microbatch)
+            self._transfers.wait(pending.before, peer, channel, microbatch)
         if pending.directs:
             for part in reversed(pending.directs):
-                self._operations.wait_part(part, peer, channel, microbatch)
+                self._transfers.wait_part(part, peer, channel, microbatch)
         raw = ctypes.string_at(pending.frame.data_ptr(), HEADER_BYTES)  # torch's own ways cost four times as much
         header = None
         if raw != pending.due or pending.layout is None:
@@ -129,8 +129,8 @@ class GlooIncoming(Incoming):
         if came[4:] == due[4:]:
             text = f"{text} in another layout (checksum {came.checksum:#x}, not {due.checksum:#x})"
         error = wrong_message(self.channel, f"microbatch {due.microbatch}, number {due.ordinal} of step {due.step}", text)
-        operations = self._operations
-        operations.abort(PeerFailure(operations.rank, f"MessageError: {error}", stage=self.channel.target_stage))
+        transfers = self._transfers
+        transfers.abort(PeerFailure(transfers.rank, f"MessageError: {error}", stage=self.channel.target_stage))
         raise error
 
     def _take_changed(self, microbatch: int, header: Header) -> Any:
@@ -153,13 +153,13 @@ class GlooIncoming(Incoming):
 
     def _follow(self, microbatch: int, header: Header) -> Tensor:
         """The message that a header announced."""
-        operations, peer, channel = self._operations, self.channel.source_rank, self.channel
+        transfers, peer, channel = self._transfers, self.channel.source_rank, self.channel
         tag = self._expected.following_tag(header.ordinal)
         body = torch.empty(header.follows, dtype=torch.uint8)
-        work = operations.receive(body, peer, tag, channel, microbatch)
+        work = transfers.receive(body, peer, tag, channel, microbatch)
         if header.follows > WHOLE_BYTES:
-            operations.wait(operations.receive(_END, peer, tag, channel, microbatch), peer, channel, microbatch)
-        operations.wait(work, peer, channel, microbatch)
+            transfers.wait(transfers.receive(_END, peer, tag, channel, microbatch), peer, channel, microbatch)
+        transfers.wait(work, peer, channel, microbatch)
         # The receipt: the sender posted its receive before it sent the body, so this wait is for nobody.
-        operations.wait(operations.send(_RECEIPT, peer, tag, channel, microbatch), peer, channel, microbatch)
+        transfers.wait(transfers.send(_RECEIPT, peer, tag, channel, microbatch), peer, channel, microbatch)
         return body

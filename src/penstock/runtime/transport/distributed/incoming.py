@@ -22,7 +22,7 @@ from penstock.runtime.transport.distributed.messages import (
     WHOLE_BYTES,
     ExpectedLayouts,
     Header,
-    Part,
+    Transfer,
     Pending,
     describe,
     read_header,
@@ -61,19 +61,19 @@ class DistributedIncoming(Incoming):
             *(MAGIC, DATA, layout.checksum if layout else 0, 0, transfers.exchanges),
             *(self.count, microbatch, *expected.identity),
         )
-        directs: list[Part] = []
+        directs: list[Transfer] = []
         value = None
         if layout is not None:
             for home in layout.directs:
                 device = self._device if transfers.travels_by_device(home.device) else None
-                directs.append(transfers.receive_part(home.make_carrier(device), expected.tag, channel, microbatch))
+                directs.append(transfers.receive_tensor(home.make_carrier(device), expected.tag, channel, microbatch))
         peer = channel.source_rank
         before, work = None, transfers.receive(frame, peer, expected.tag, channel, microbatch)
         if frame.numel() > WHOLE_BYTES:
             before, work = work, transfers.receive(_END, peer, expected.tag, channel, microbatch)
         is_built = layout is None
         if layout is not None:
-            octets = [part.tensor for part in directs] if directs else ()
+            octets = [transfer.tensor for transfer in directs] if directs else ()
             value, is_built = layout.build_ahead(frame, octets, self._device, transfers.device_backend is not None)
         return Pending(due, value, layout, frame, work, directs, before, is_built)
 
@@ -83,7 +83,7 @@ class DistributedIncoming(Incoming):
         if header is None:
             if pending.layout is None or pending.is_built:
                 return pending.value
-            return pending.layout.build(pending.frame, [part.tensor for part in pending.directs], self._device)
+            return pending.layout.build(pending.frame, [transfer.tensor for transfer in pending.directs], self._device)
         if header.kind == CHANGED:
             return self._take_changed(microbatch, header)
         raise self._take_failure(microbatch, header)
@@ -112,8 +112,8 @@ class DistributedIncoming(Incoming):
         if pending.before is not None:
             self._transfers.wait(pending.before, peer, channel, microbatch)
         if pending.directs:
-            for part in reversed(pending.directs):
-                self._transfers.wait_part(part, peer, channel, microbatch)
+            for transfer in reversed(pending.directs):
+                self._transfers.finish(transfer, peer, channel, microbatch)
         raw = ctypes.string_at(pending.frame.data_ptr(), HEADER_BYTES)  # torch's own ways cost four times as much
         header = None
         if raw != pending.due or pending.layout is None:

@@ -72,7 +72,7 @@ def describe(header: Header) -> str:
     return f"{channel}, microbatch {header.microbatch}, number {header.ordinal} of step {header.step}"
 
 
-class Part(NamedTuple):
+class Transfer(NamedTuple):
     """A tensor that travels by itself, and the operation that moves it."""
 
     tensor: Tensor
@@ -91,7 +91,7 @@ class Pending(NamedTuple):
     layout: Layout | None
     frame: Tensor
     work: Any
-    directs: Sequence[Part]
+    directs: Sequence[Transfer]
     before: Any
     is_built: bool
 
@@ -99,23 +99,24 @@ class Pending(NamedTuple):
 class UnderWay(NamedTuple):
     """A send that nobody has waited for yet, with all that must stay alive until then.
 
-    `watched`: tensors that leave from their own memory, and the versions that they must have until they have left.
+    `work` is of what leaves last, `earlier` are the tensors that left before it. `watched`: tensors that leave from their
+    own memory, and the versions that they must have until they have left.
     """
 
     microbatch: int
     work: Any
     layout: Layout | None
     frame: Frame | Tensor
-    parts: Sequence[Part]
+    earlier: Sequence[Transfer]
     watched: Sequence[tuple[Tensor, int]] = ()
 
 
 class Following(NamedTuple):
     """A message that goes with a frame, sent but perhaps not taken yet, its end, and the byte that says that it is."""
 
-    body: Part
-    end: Part | None
-    receipt: Part
+    body: Transfer
+    end: Transfer | None
+    receipt: Transfer
     microbatch: int
 
 

@@ -24,7 +24,7 @@ from penstock.runtime.transport.distributed.messages import (
     WHOLE_BYTES,
     ExpectedLayouts,
     Following,
-    Part,
+    Transfer,
     UnderWay,
     blank_header,
 )
@@ -91,16 +91,16 @@ class DistributedOutgoing(Outgoing):
             self._sent(UnderWay(microbatch, work, layout, frame, ()))
             return
         watched = [(tensor, version_of(tensor)) for _, tensor in directs if tensor is not None]
-        parts = [transfers.send_part(octets, expected.tag, channel, microbatch) for octets, _ in directs]
-        work = self._send_last(microbatch, frame.tensor, layout, parts)
-        self._sent(UnderWay(microbatch, work, layout, frame, parts, watched))
+        earlier = [transfers.send_tensor(octets, expected.tag, channel, microbatch) for octets, _ in directs]
+        work = self._send_last(microbatch, frame.tensor, layout, earlier)
+        self._sent(UnderWay(microbatch, work, layout, frame, earlier, watched))
 
-    def _send_last(self, microbatch: int, frame: Tensor, layout: Layout | None, parts: list[Part]) -> Any:
+    def _send_last(self, microbatch: int, frame: Tensor, layout: Layout | None, earlier: list[Transfer]) -> Any:
         """The frame, after the tensors that travel by themselves, and its end where the receiver waits for that."""
         send, peer, tag, channel = self._transfers.send, self.channel.target_rank, self._expected.tag, self.channel
         work = send(frame, peer, tag, channel, microbatch)
         if layout is not None and layout.frame_bytes > WHOLE_BYTES:
-            parts.append(Part(frame, work, False))
+            earlier.append(Transfer(frame, work, False))
             work = send(_END, peer, tag, channel, microbatch)
         return work
 
@@ -138,23 +138,23 @@ class DistributedOutgoing(Outgoing):
         transfers, channel, peer = self._transfers, self.channel, self.channel.target_rank
         frame, header = blank_header()
         self._write_header(header, kind, microbatch, 0, body.numel())
-        parts: list[Part] = []
+        earlier: list[Transfer] = []
         for home in predicted.directs if predicted is not None else ():
             by_device = transfers.travels_by_device(home.device)  # NCCL must send as much as is received
             filler = torch.zeros(
                 home.carried if by_device else 1, dtype=torch.uint8, device=self._device if by_device else None
             )
-            parts.append(transfers.send_part(filler, self._expected.tag, channel, microbatch))
-        work = self._send_last(microbatch, frame, predicted, parts)
+            earlier.append(transfers.send_tensor(filler, self._expected.tag, channel, microbatch))
+        work = self._send_last(microbatch, frame, predicted, earlier)
         tag = self._expected.following_tag(self.count)
         note = torch.zeros(1, dtype=torch.uint8)
-        receipt = Part(note, transfers.receive(note, peer, tag, channel, microbatch), False)
-        following = Part(body, transfers.send(body, peer, tag, channel, microbatch), False)
+        receipt = Transfer(note, transfers.receive(note, peer, tag, channel, microbatch), False)
+        following = Transfer(body, transfers.send(body, peer, tag, channel, microbatch), False)
         end = None
         if body.numel() > WHOLE_BYTES:
-            end = Part(_END, transfers.send(_END, peer, tag, channel, microbatch), False)
+            end = Transfer(_END, transfers.send(_END, peer, tag, channel, microbatch), False)
         self._following.append(Following(following, end, receipt, microbatch))
-        self._sent(UnderWay(microbatch, work, None, frame, parts))
+        self._sent(UnderWay(microbatch, work, None, frame, earlier))
 
     def _write_header(self, buffer: Any, kind: int, microbatch: int, checksum: int, follows: int) -> None:
         step, identity = self._transfers.exchanges, self._expected.identity
@@ -170,17 +170,17 @@ class DistributedOutgoing(Outgoing):
     def _finish_following(self, done: Sequence[Following]) -> None:
         is_short = self._transfers.is_taken_soon(is_known=False)
         for each in done:
-            for part in (each.receipt, each.body, each.end):
-                if part is not None:
-                    self._transfers.wait_part(part, self.channel.target_rank, self.channel, each.microbatch, is_short)
+            for transfer in (each.receipt, each.body, each.end):
+                if transfer is not None:
+                    self._transfers.finish(transfer, self.channel.target_rank, self.channel, each.microbatch, is_short)
         self._following = [each for each in self._following if not any(each is other for other in done)]
 
     def _finish_oldest(self) -> None:
         message, peer = self._under_way[0], self.channel.target_rank
         is_short = self._transfers.is_taken_soon(is_known=message.layout is not None)
         self._transfers.wait(message.work, peer, self.channel, message.microbatch, is_short)
-        for part in message.parts:
-            self._transfers.wait_part(part, peer, self.channel, message.microbatch, is_short)
+        for transfer in message.earlier:
+            self._transfers.finish(transfer, peer, self.channel, message.microbatch, is_short)
         self._under_way.popleft()
         if message.layout is not None and isinstance(message.frame, Frame):
             message.layout.spare.append(message.frame)

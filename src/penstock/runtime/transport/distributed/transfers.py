@@ -22,7 +22,7 @@ from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.compiling import LONGEST, has_compiled
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
-from penstock.runtime.transport.distributed.messages import Part
+from penstock.runtime.transport.distributed.messages import Transfer
 
 SLACK = 10.0  # gloo's own timeout comes this much later than ours: it is the last resort, where the watch ends nothing
 
@@ -66,18 +66,18 @@ class Transfers:
         except RuntimeError as error:
             self._lose(error, Waiting(peer, channel, microbatch, self._now()))
 
-    def send_part(self, tensor: Tensor, tag: int, channel: Channel, microbatch: int) -> Part:
+    def send_tensor(self, tensor: Tensor, tag: int, channel: Channel, microbatch: int) -> Transfer:
         """Bytes that travel by themselves."""
         if self.travels_by_device(tensor.device.type):
-            return Part(tensor, self.device_backend.send([tensor], channel.target_rank, 0), True)
+            return Transfer(tensor, self.device_backend.send([tensor], channel.target_rank, 0), True)
         tensor = tensor.cpu()
-        return Part(tensor, self.send(tensor, channel.target_rank, tag, channel, microbatch), False)
+        return Transfer(tensor, self.send(tensor, channel.target_rank, tag, channel, microbatch), False)
 
-    def receive_part(self, tensor: Tensor, tag: int, channel: Channel, microbatch: int) -> Part:
+    def receive_tensor(self, tensor: Tensor, tag: int, channel: Channel, microbatch: int) -> Transfer:
         """Into memory for bytes that travel by themselves."""
         if self.travels_by_device(tensor.device.type):
-            return Part(tensor, self.device_backend.recv([tensor], channel.source_rank, 0), True)
-        return Part(tensor, self.receive(tensor, channel.source_rank, tag, channel, microbatch), False)
+            return Transfer(tensor, self.device_backend.recv([tensor], channel.source_rank, 0), True)
+        return Transfer(tensor, self.receive(tensor, channel.source_rank, tag, channel, microbatch), False)
 
     def wait(
         self, work: Any, peer: int, channel: Channel | None = None, microbatch: int = -1, is_short: bool = False
@@ -100,11 +100,11 @@ class Transfers:
         finally:
             watch.waiting = None
 
-    def wait_part(self, part: Part, peer: int, channel: Channel | None, microbatch: int, is_short: bool = False) -> None:
-        if part.on_device:
-            part.work.wait()  # makes the stream wait, not this thread (not run here: no GPU)
+    def finish(self, transfer: Transfer, peer: int, channel: Channel | None, microbatch: int, is_short: bool = False) -> None:
+        if transfer.on_device:
+            transfer.work.wait()  # makes the stream wait, not this thread (not run here: no GPU)
         else:
-            self.wait(part.work, peer, channel, microbatch, is_short)
+            self.wait(transfer.work, peer, channel, microbatch, is_short)
 
     def is_taken_soon(self, is_known: bool) -> bool:
         """Whether the receiver of a message takes it within the timeout: unless it compiles before.

@@ -33,7 +33,7 @@ def test_who_moved_excuses_and_who_stood_still_does_not() -> None:
     waits = {rank: Waiting(rank + 1, Channel(rank + 1, rank, "B", rank + 1, rank), 0, 0.0) for rank in range(2)}
 
     def says(waiting: Waiting | None, still: float) -> State:
-        return State(waiting, "", None, still=still)
+        return State(waiting, "", None, seconds_unchanged=still)
 
     moved = {0: says(waits[0], 60), 1: says(waits[1], 60), 2: says(None, 3.0)}
     assert judge(0, waits[0], moved, 60.0) == Excused(3.0)

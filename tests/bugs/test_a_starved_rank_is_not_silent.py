@@ -15,7 +15,7 @@ from penstock.runtime.transport.failure.watch import Watch
 def watch() -> Watch:
     made = Watch(None, None, "test", 0, 1, 60.0, lambda peer: None)
     overdue = made._overdue
-    overdue.outside.anybody = overdue.compiling.anybody = lambda: False  # type: ignore[method-assign]  # no store
+    overdue.in_other_group.anybody = overdue.compiling.anybody = lambda: False  # type: ignore[method-assign]  # no store
     return made
 
 

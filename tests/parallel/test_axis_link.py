@@ -60,7 +60,7 @@ def lose(say: Say, replicate: str, how: int | str, rank: int, replica: int, sche
         if how == "stick":
             time.sleep(STUCK)
         elif how in ("stick elsewhere", "stop elsewhere"):  # in a wait for other groups, as its pipeline sees it
-            with pipe.deployment.world.transport.outside(lambda failure: None):
+            with pipe.deployment.world.transport.in_other_group(lambda failure: None):
                 time.sleep(STUCK if how == "stick elsewhere" else 1)
                 os.kill(os.getpid(), STOP)
         else:

@@ -25,7 +25,7 @@ from penstock.errors import PeerFailure
 from penstock.runtime.transport.base import Where, nowhere
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import after_loss, placed
-from penstock.runtime.transport.failure.watch import SETTLE_SECONDS, held_weakly
+from penstock.runtime.transport.failure.watch import DECISION_SECONDS, held_weakly
 from penstock.runtime.transport.distributed.transport import DistributedTransport
 
 LATER = 6.0  # seconds: a pipeline finds out for itself first which of its ranks is silent
@@ -66,7 +66,7 @@ class AxisLink:
             if here is not None:
                 here._lost(verdict)
 
-        self._watch.elsewhere = lambda: watch.waiting is not None
+        self._watch.waits_in_other_group = lambda: watch.waiting is not None
         self._watch.ended = ended
 
     def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
@@ -93,7 +93,7 @@ class AxisLink:
         """What every member says in this call, which all must make."""
         before, self._inside, self._transport.call = self._inside, call, call
         try:
-            with self._pipeline.outside(self.abort):
+            with self._pipeline.in_other_group(self.abort):
                 return self._transport.exchange(value)
         except PeerFailure as failure:
             self.abort(failure)  # members that do different things: none of their collectives would meet again
@@ -110,7 +110,7 @@ class AxisLink:
         try:
             if watch.verdict is not None:
                 raise after_loss(watch.verdict)
-            with self._pipeline.outside(self.abort):
+            with self._pipeline.in_other_group(self.abort):
                 yield
         except PeerFailure as failure:
             raise self._lost(failure) from None
@@ -124,11 +124,11 @@ class AxisLink:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """A context around code that may wait for all members anywhere: it is freed when the group is lost."""
-        with self._transport.outside(self._collapse), self._pipeline.outside(self.abort):
+        with self._transport.in_other_group(self._collapse), self._pipeline.in_other_group(self.abort):
             yield
 
     def _collapse(self, verdict: PeerFailure) -> None:
-        self._watch._cut((self.index + 1) % self.size)  # the pipeline ends with the link
+        self._watch.close_connections((self.index + 1) % self.size)  # the pipeline ends with the link
 
     def explain(self, error: BaseException) -> PeerFailure | None:
         """The loss of a member that an error comes from, if it does."""
@@ -153,10 +153,10 @@ class AxisLink:
         if self.size == 2:
             cause = f"died or left (its connection closed) while {self.word} {self.index} waited in {what}"
             watch.waiting = None
-            return watch.settle(PeerFailure(1 - self.index, cause))
+            return watch.propose(PeerFailure(1 - self.index, cause))
         watch.waiting = Waiting((self.index + 1) % self.size, None, -1, 0.0)  # overdue: all say for whom they wait
         watch._wake.set()
-        watch._settled.wait(2 * SETTLE_SECONDS)
+        watch._decided.wait(2 * DECISION_SECONDS)
         return watch.verdict or PeerFailure(self.index, f"a {self.word} was lost in {what}; nobody could say which")
 
     def wait(self, work: Any, what: str) -> None:

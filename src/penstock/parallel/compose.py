@@ -156,7 +156,7 @@ def _linked(pipe: Pipeline, executor: Executor, composition: Composition) -> dic
         for axis, word in (("dp", "replica"), ("tp", "shard"))
         if axes.size(axis) > 1
     }
-    transport.name_place(**{link.word: link.index for link in links.values()})
+    transport.name_axes(**{link.word: link.index for link in links.values()})
     host = _store_host(axes.mesh)
     if host is not None:
         for one in (transport, *(link._transport for link in links.values())):

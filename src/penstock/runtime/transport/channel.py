@@ -177,7 +177,7 @@ class ChannelEnds(Generic[In, Out]):
         outgoing: Mapping[int, Out] | None = None,
     ) -> None:
         self.channels = channels
-        self.program = zlib.crc32(repr(channels).encode())  # which program this is, in a number
+        self.channels_checksum = zlib.crc32(repr(channels).encode())  # of the whole program, the same on every rank
         self.rank = rank
         self.incoming: Mapping[int, In] = incoming or {}
         self.outgoing: Mapping[int, Out] = outgoing or {}

@@ -31,7 +31,7 @@ def test_who_is_excused_waits_in_a_chain_that_moves_on() -> None:
     waits = {0: 1, 1: 2, 3: 4}
     still = {0: 30.0, 1: 30.0, 2: 1.0, 3: 30.0, 4: 30.0}
     states = {
-        rank: State(Waiting(waits[rank], None, -1, 0.0) if rank in waits else None, "", None, still=seconds)
+        rank: State(Waiting(waits[rank], None, -1, 0.0) if rank in waits else None, "", None, seconds_unchanged=seconds)
         for rank, seconds in still.items()
     }
     assert excused(states, 9) == {0: 1.0, 1: 1.0}

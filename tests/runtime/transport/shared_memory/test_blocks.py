@@ -193,11 +193,11 @@ def test_memory_is_allocated_at_once_and_sealed(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     before = len(os.listdir("/proc/self/fd"))
-    ring = blocks.Ring(lambda number, descriptor: None, lambda number: None)
+    pool = blocks.BlockPool(lambda number, descriptor: None, lambda number: None)
     layout = Layout.of(flatten(torch.zeros(100)), False).all_packed()
-    assert ring.put(layout, [torch.zeros(100)], 0) is None
-    assert ring.refused is not None
-    assert ring.refused.strerror == "No space left on device"
+    assert pool.put(layout, [torch.zeros(100)], 0) is None
+    assert pool.refused is not None
+    assert pool.refused.strerror == "No space left on device"
     assert len(os.listdir("/proc/self/fd")) == before
 
 

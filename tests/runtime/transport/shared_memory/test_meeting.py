@@ -50,7 +50,7 @@ def test_two_runs_at_once_do_not_meet() -> None:
 def knocks(transport: Any) -> Any:
     """Somebody who cannot make the code knocks before the true peer does, and is turned away."""
     if transport.rank == 1:
-        address = transport._meeting.place(0).address
+        address = transport._meeting.address_of(0).socket
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
             stranger.connect(path_of(address))
             stranger.send(meeting.HELLO.pack(1, b"0" * 32))

@@ -28,18 +28,18 @@ from penstock.runtime.transport.channel import ChannelEnds
 from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.distributed.transfers import Transfers
 
-FRAME_BYTES = 16 * 1024  # the reports of some dozens of ranks: what fits is taken without the receiver's help
+FRAME_BYTES = 16 * 1024  # the entries of some dozens of ranks: what fits is taken without the receiver's help
 _HEAD = struct.Struct("<IIQQ")  # magic, spare, step, bytes of the body
 _MAGIC = 0x53544152
 _ROOM = FRAME_BYTES - _HEAD.size
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-class Report(NamedTuple):
-    """What one rank says: the program that it has open, its counts for all programs of this step, call and value."""
+class ExchangeEntry(NamedTuple):
+    """What one rank says: which channels it has open, its counts for all channels of this step, call and value."""
 
-    program: int
-    counts: dict[int, dict[int, int]]  # by program and channel: messages that this end of the channel has moved
+    channels_checksum: int
+    counts: dict[int, dict[int, int]]  # by checksum and number of the channel: messages that this end of the channel has moved
     call: str
     value: bytes
 
@@ -58,9 +58,9 @@ class Posted(NamedTuple):
     step: int
     used: Sequence[ChannelEnds[Any, Any]]
     value: Any
-    report: Report
+    entry: ExchangeEntry
     receives: dict[int, tuple[Tensor, Any]]  # by peer
-    heard: dict[int, Report]  # by the coordinator, so far: a wait for the others may be left and taken up again
+    heard: dict[int, ExchangeEntry]  # by the coordinator, so far: a wait for the others may be left and taken up again
     sends: list[tuple[Tensor, Any]]  # whose tensors must live until they have left
 
 
@@ -103,13 +103,13 @@ class Exchange:
         self, step: int, current: ChannelEnds[Any, Any], used: Sequence[ChannelEnds[Any, Any]], call: str, value: Any
     ) -> Posted:
         """Say what this rank has to, without waiting for anybody. `call` is what its user has called."""
-        counts = {ends.program: ends.counts() for ends in used}
-        report = Report(current.program, counts, call, plain.dumps(value))
+        counts = {ends.channels_checksum: ends.counts() for ends in used}
+        entry = ExchangeEntry(current.channels_checksum, counts, call, plain.dumps(value))
         self.prepare()
         receives, self._prepared = self._prepared, {}
         centre = self.coordinator
-        sends = [] if self.rank == centre else self._put(centre, step, plain.dumps(tuple(report)))
-        return Posted(step, used, value, report, receives, {self.rank: report}, sends)
+        sends = [] if self.rank == centre else self._put(centre, step, plain.dumps(tuple(entry)))
+        return Posted(step, used, value, entry, receives, {self.rank: entry}, sends)
 
     def collect(self, posted: Posted) -> Exchanged:
         """What every rank has said."""
@@ -138,7 +138,7 @@ class Exchange:
 
     @uninterrupted
     def _hear(self, posted: Posted, rank: int, frame: Tensor, work: Any) -> None:
-        posted.heard[rank] = Report(*self._read(rank, self._get(rank, posted.step, frame, work)))
+        posted.heard[rank] = ExchangeEntry(*self._read(rank, self._get(rank, posted.step, frame, work)))
 
     @uninterrupted
     def _answer(self, posted: Posted, packed: bytes) -> None:
@@ -199,14 +199,14 @@ class Exchange:
         return f"rank {self.rank} ends step {step}, but rank {peer} ends step {its_step}; all must run the same steps"
 
 
-def compare(reports: Sequence[Report], used: Sequence[ChannelEnds[Any, Any]]) -> str | None:
+def compare(entries: Sequence[ExchangeEntry], used: Sequence[ChannelEnds[Any, Any]]) -> str | None:
     """What the ranks disagree on, or None."""
-    odd = [rank for rank, report in enumerate(reports) if report.program != reports[0].program]
+    odd = [rank for rank, entry in enumerate(entries) if entry.channels_checksum != entries[0].channels_checksum]
     if odd:
         return f"ranks {odd} have other channels open than rank 0; open() the same on all"
     faults = []
     for ends in used:
-        counts = [report.counts.get(ends.program, {}) for report in reports]
+        counts = [entry.counts.get(ends.channels_checksum, {}) for entry in entries]
         for index, channel in enumerate(ends.channels):
             sent = counts[channel.source_rank].get(index, 0)
             taken = counts[channel.target_rank].get(index, 0)

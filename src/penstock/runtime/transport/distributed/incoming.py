@@ -64,9 +64,9 @@ class DistributedIncoming(Incoming):
         directs: list[Transfer] = []
         value = None
         if layout is not None:
-            for home in layout.directs:
-                device = self._device if transfers.travels_by_device(home.device) else None
-                directs.append(transfers.receive_tensor(home.make_carrier(device), expected.tag, channel, microbatch))
+            for region in layout.directs:
+                device = self._device if transfers.travels_by_device(region.device) else None
+                directs.append(transfers.receive_tensor(region.make_carrier(device), expected.tag, channel, microbatch))
         peer = channel.source_rank
         before, work = None, transfers.receive(frame, peer, expected.tag, channel, microbatch)
         if frame.numel() > WHOLE_BYTES:

@@ -139,10 +139,10 @@ class DistributedOutgoing(Outgoing):
         frame, header = blank_header()
         self._write_header(header, kind, microbatch, 0, body.numel())
         earlier: list[Transfer] = []
-        for home in predicted.directs if predicted is not None else ():
-            by_device = transfers.travels_by_device(home.device)  # NCCL must send as much as is received
+        for region in predicted.directs if predicted is not None else ():
+            by_device = transfers.travels_by_device(region.device)  # NCCL must send as much as is received
             filler = torch.zeros(
-                home.carried if by_device else 1, dtype=torch.uint8, device=self._device if by_device else None
+                region.carried if by_device else 1, dtype=torch.uint8, device=self._device if by_device else None
             )
             earlier.append(transfers.send_tensor(filler, self._expected.tag, channel, microbatch))
         work = self._send_last(microbatch, frame, predicted, earlier)

@@ -115,14 +115,14 @@ class Transfers:
 
     def abort(self, failure: PeerFailure) -> None:
         """Make this the group's verdict, if there is none yet."""
-        self.watch.settle(failure)
+        self.watch.propose(failure)
 
     def _lose(self, error: RuntimeError, waiting: Waiting) -> NoReturn:
         """The group's verdict on a failed operation."""
         self.watch.waiting = None
         timed_out = "Timed out waiting" in str(error)
         cause = f"silent for {self._timeout:g} s" if timed_out else "died or left (its connection closed)"
-        raise copy(self.watch.settle(waiting.blame(self.rank, cause))) from error
+        raise copy(self.watch.propose(waiting.blame(self.rank, cause))) from error
 
 
 def find_device_backend(group: dist.ProcessGroup, device: torch.device | None) -> Any:

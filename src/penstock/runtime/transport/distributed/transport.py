@@ -110,9 +110,9 @@ class DistributedTransport(Transport):
         self._tag = FIRST_TAG + member.number % 32 * (CHANNELS + 1) * SUBTAGS
         self._prefix = f"penstock/{member.number}"
         self._store = member.store
-        cut = partial(_cut, member.backend, self._tag + CONTROL_TAG)
+        close = partial(_close_connections, member.backend, self._tag + CONTROL_TAG)
         self.watch = Watch(
-            *(member.store, member.store_host, self._prefix, self.rank, self.ranks, timeout, cut),
+            *(member.store, member.store_host, self._prefix, self.rank, self.ranks, timeout, close),
             *(self._make_bell(), clock),
         )
         self.watch.call = held_weakly(self._current_call, "")
@@ -257,9 +257,9 @@ class DistributedTransport(Transport):
             raise apart
         return answers.values
 
-    def name_place(self, **place: int) -> None:
+    def name_axes(self, **axes: int) -> None:
         """Which of several pipelines this is: failures here are named with `replica` and `shard`."""
-        self.watch.place = place
+        self.watch.axes = axes
 
     def name_far_host(self, failure: PeerFailure) -> None:
         """What to say where the store is gone, which another group's process had."""
@@ -273,18 +273,18 @@ class DistributedTransport(Transport):
         self.watch.announce(failure)
 
     def abort(self, failure: PeerFailure) -> None:
-        self.watch.settle(failure)
+        self.watch.propose(failure)
 
     @contextmanager
-    def outside(self, leave: Callable[[PeerFailure], None]) -> Iterator[None]:
+    def in_other_group(self, leave: Callable[[PeerFailure], None]) -> Iterator[None]:
         """Inside, this rank may wait for ranks of another group; `leave` ends that, if this group is lost meanwhile."""
-        before, self.watch.outside = self.watch.outside, leave
+        before, self.watch.leave_other_group = self.watch.leave_other_group, leave
         try:
             if self.watch.verdict is not None:
                 leave(self.watch.verdict)
             yield
         finally:
-            self.watch.outside = before
+            self.watch.leave_other_group = before
 
     def reset(self) -> None:
         """Nothing to forget after a drained step; a lost peer cannot be forgotten: the group must be rebuilt then.
@@ -341,7 +341,7 @@ def _traffic(
     return {index: end.count for index, end in found.ends.outgoing.items() if end.count}, awaited
 
 
-def _cut(backend: Any, tag: int, peer: int) -> None:
+def _close_connections(backend: Any, tag: int, peer: int) -> None:
     """A receive that times out closes all connections of this rank, and so frees its main thread."""
     with suppress(RuntimeError):
         backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag + 1).wait(timedelta(milliseconds=1))

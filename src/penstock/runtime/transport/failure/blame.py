@@ -38,7 +38,7 @@ plain.register(Waiting, peer=int, edge=Channel | None, microbatch=int, since=flo
 class State(NamedTuple):
     """What a rank says of itself: for whom it waits, in words what it does, at which action; and in which call it is.
 
-    `step` counts the exchanges of the group: calls can only be compared between two of them. `still` is for how many
+    `step` counts the exchanges of the group: calls can only be compared between two of them. `seconds_unchanged` is for how many
     seconds it has been at the same action and in the same wait, as its watch has seen it. `sent` says how many messages
     of each channel it has sent in this step, and `awaits` which channel it waits for, and which message of it, from 0.
     """
@@ -48,7 +48,7 @@ class State(NamedTuple):
     where: Action | None
     step: int = 0
     call: str = ""
-    still: float = math.inf
+    seconds_unchanged: float = math.inf
     sent: Mapping[int, int] = {}
     awaits: tuple[int, int] | None = None
 
@@ -56,7 +56,7 @@ class State(NamedTuple):
 class Excused(NamedTuple):
     """Nobody is to blame yet: of those for whom the accuser waits, one moved on that many seconds ago."""
 
-    still: float
+    seconds_unchanged: float
 
 
 def judge(
@@ -74,9 +74,9 @@ def judge(
             return apart
     waits = {rank: state.waiting for rank, state in states.items()} | {accuser: accusation}
     path = _chain(accuser, waits)
-    still = _still(path, states)
-    if still < timeout - 2 * beat:
-        return Excused(still)
+    unchanged = _seconds_unchanged(path, states)
+    if unchanged < timeout - 2 * beat:
+        return Excused(unchanged)
     last = waits[path[-2]]
     assert last is not None
     for waiter, awaited in pairwise(path):
@@ -97,8 +97,8 @@ def excused(states: Mapping[int, State], timeout: float, beat: float = 0.0) -> d
     A chain in which nobody has is left out, whatever goes on in others: its ranks may raise an alarm of their own.
     """
     waits = {rank: state.waiting for rank, state in states.items()}
-    found = {rank: _still(_chain(rank, waits), states) for rank, waiting in waits.items() if waiting is not None}
-    return {rank: still for rank, still in found.items() if still < timeout - 2 * beat}
+    found = {rank: _seconds_unchanged(_chain(rank, waits), states) for rank, waiting in waits.items() if waiting is not None}
+    return {rank: unchanged for rank, unchanged in found.items() if unchanged < timeout - 2 * beat}
 
 
 def _chain(rank: int, waits: Mapping[int, Waiting | None]) -> list[int]:
@@ -112,9 +112,9 @@ def _chain(rank: int, waits: Mapping[int, Waiting | None]) -> list[int]:
     return path
 
 
-def _still(path: Sequence[int], states: Mapping[int, State]) -> float:
+def _seconds_unchanged(path: Sequence[int], states: Mapping[int, State]) -> float:
     """How many seconds ago somebody moved on of those that the first rank of a chain waits for."""
-    return min((states[rank].still for rank in path[1:] if rank in states), default=math.inf)
+    return min((states[rank].seconds_unchanged for rank in path[1:] if rank in states), default=math.inf)
 
 
 def _lost_message(

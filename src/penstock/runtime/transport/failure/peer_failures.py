@@ -52,10 +52,10 @@ def located(failure: PeerFailure, action: Action | None) -> PeerFailure:
     return copy(named)  # copied again, so that its text is made with the place
 
 
-def placed(failure: PeerFailure, place: Mapping[str, int]) -> PeerFailure:
+def placed(failure: PeerFailure, axes: Mapping[str, int]) -> PeerFailure:
     """The same failure with its replica and shard, where it has none."""
     named = copy(failure)
-    for axis, number in place.items():
+    for axis, number in axes.items():
         if getattr(named, axis) is None:
             setattr(named, axis, number)
     return copy(named)  # copied again, so that its text is made anew

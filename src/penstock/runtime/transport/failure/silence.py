@@ -14,7 +14,7 @@ from penstock.messages.clock import CLOCK
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.notes import read, write
 
-OUTSIDE_SECONDS = 12.0  # more patience where a rank waits for another group, which has less
+OTHER_GROUP_SECONDS = 12.0  # more patience where a rank waits for another group, which has less
 STARVED = 0.25  # of the beats of a timeout: who had fewer lacks a processor, and so may the peer that it waits for
 PATIENCE = 3  # timeouts, at most, that such a rank waits
 
@@ -70,14 +70,14 @@ class Marks:
 class Overdue:
     """Whether this rank waits in vain, by the clock; asked at every beat.
 
-    `outside` and `compiling` are the ranks that have a reason to be silent.
+    `in_other_group` and `compiling` are the ranks that have a reason to be silent.
     """
 
     def __init__(
-        self, timeout: float, beat: float, outside: Marks, compiling: Marks, now: Callable[[], float] = CLOCK.now
+        self, timeout: float, beat: float, in_other_group: Marks, compiling: Marks, now: Callable[[], float] = CLOCK.now
     ) -> None:
         self._timeout, self._beat, self._now = timeout, beat, now
-        self.outside, self.compiling = outside, compiling
+        self.in_other_group, self.compiling = in_other_group, compiling
         self._excused = float("-inf")  # until when some rank compiled, or moved on that this one waits for
         self._looks = 0  # since the main thread waits as it does now
         self._watched: Waiting | None = None
@@ -90,7 +90,7 @@ class Overdue:
             return False
         if self.compiling.anybody():
             self.excuse(now)
-        waited = self.waited(waiting) - (OUTSIDE_SECONDS if self.outside.anybody() else 0.0)
+        waited = self.waited(waiting) - (OTHER_GROUP_SECONDS if self.in_other_group.anybody() else 0.0)
         starved = self._looks < STARVED * self._timeout / self._beat
         return waited > self._timeout and (not starved or waited > PATIENCE * self._timeout)
 

@@ -56,7 +56,7 @@ from penstock.runtime.transport.failure.silence import Marks, Overdue
 
 BEAT = 0.5
 STORE_SECONDS = 3.0  # for the store to answer
-SETTLE_SECONDS = 6.0  # for the thread to settle a verdict: the store's and some beats
+DECISION_SECONDS = 6.0  # for the thread to find a verdict: the store's and some beats
 STATE_SECONDS = 2.0  # for ranks to say for whom they wait: some beats
 CALL_SECONDS = 1.0  # of waiting, before a rank says in which call it is
 SLOW = 4  # a store is silent only where it is so many times slower than it was
@@ -95,15 +95,15 @@ class Watch:
         rank: int,
         ranks: int,
         timeout: float,
-        cut: Callable[[int], None],
+        close_connections: Callable[[int], None],
         bell: Bell | None = None,
         clock: Clock = CLOCK,
     ) -> None:
         self.clock = clock
         self.waiting: Waiting | None = None
         self.call: Callable[[], str] = lambda: ""  # what the user has called, where all ranks must call the same
-        self.outside: Callable[[PeerFailure], None] | None = None  # waits for ranks of another group; this ends that
-        self.elsewhere: Callable[[], bool] = lambda: False  # waits for another group, which ends that by itself
+        self.leave_other_group: Callable[[PeerFailure], None] | None = None  # waits for ranks of another group; this ends that
+        self.waits_in_other_group: Callable[[], bool] = lambda: False  # waits for another group, which ends that by itself
         self.ended: Callable[[PeerFailure], None] = lambda verdict: None  # told the verdict, in the thread
         self.verdict: PeerFailure | None = None
         self.doing: Callable[[], str] = lambda: "nothing known"
@@ -111,12 +111,12 @@ class Watch:
         self.traffic: Traffic = lambda waiting: ({}, None)
         self.news: list[PeerFailure] = []
         self.far_host: PeerFailure | None = None  # what to say where the store is gone that no rank here had
-        self.place: dict[str, int] = {}  # of this group among others: its replica and shard, for a failure's name
+        self.axes: dict[str, int] = {}  # of this group among others: its replica and shard, for a failure's name
         self._news_lock = threading.Lock()
         self._announced: PeerFailure | None = None
         self._step = 0
-        self._place: tuple[int, str, Waiting | None] | None = None  # where this rank was at the last look: step, action
-        self._place_since = clock.now()
+        self._progress_seen: tuple[int, str, Waiting | None] | None = None  # where this rank was at the last look: step, action
+        self._progress_since = clock.now()
         self._stood_still = 0.0  # seconds that this very thread did not run, where they were more than the timeout
         self._stood_until = -math.inf  # when that was over
         self._asker = Asker(store, f"penstock-store-{rank}", clock) if ranks > 1 else None
@@ -126,16 +126,16 @@ class Watch:
         self._rank = rank
         self._ranks = ranks
         self._timeout = timeout
-        self._cut = cut
+        self.close_connections = close_connections
         self._beat = min(BEAT, timeout / 10)
         fresh = min(STATE_SECONDS, timeout / 2)
-        outside = Marks("outside", self._ask, self._bulletin.key, rank, ranks, fresh, clock.now)
+        in_other_group = Marks("outside", self._ask, self._bulletin.key, rank, ranks, fresh, clock.now)
         compiling = Marks("compiling", self._ask, self._bulletin.key, rank, ranks, fresh, clock.now)
-        self._overdue = Overdue(timeout, self._beat, outside, compiling, clock.now)
+        self._overdue = Overdue(timeout, self._beat, in_other_group, compiling, clock.now)
         self._proposal: PeerFailure | None = None
         self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
         self._wake: Event | Bell = bell or clock.event()
-        self._settled = clock.event()
+        self._decided = clock.event()
         self._stopping = ranks == 1  # nobody to watch
         self._thread = clock.worker(self._run, f"penstock-watch-{rank}")
         if not self._stopping:
@@ -143,7 +143,7 @@ class Watch:
 
     # -- from the main thread
 
-    def settle(self, failure: PeerFailure) -> PeerFailure:
+    def propose(self, failure: PeerFailure) -> PeerFailure:
         """Propose a verdict and return the one that stands."""
         if self.verdict is None and self._stopping:
             self.verdict = failure
@@ -151,19 +151,19 @@ class Watch:
             self._proposal = failure
             self._wake.set()
             begin = self.clock.now()
-            while not self._settled.wait(self._beat) and self._may_settle(begin):
+            while not self._decided.wait(self._beat) and self._may_be_decided(begin):
                 pass
             if self.verdict is None:
                 self.verdict = failure
         assert self.verdict is not None
         return self.verdict
 
-    def _may_settle(self, begin: float) -> bool:
+    def _may_be_decided(self, begin: float) -> bool:
         """Whether the thread, on a machine that may be busy, is still about to find the verdict."""
         now = self.clock.now()
         asked = None if self._asker is None else self._asker.asked_at
-        quick = now - max(begin, asked or begin) < SETTLE_SECONDS
-        return self._thread.is_alive() and (now - begin < SETTLE_SECONDS or (quick and now - begin < MOST_SECONDS))
+        quick = now - max(begin, asked or begin) < DECISION_SECONDS
+        return self._thread.is_alive() and (now - begin < DECISION_SECONDS or (quick and now - begin < MOST_SECONDS))
 
     def without_store(self, error: Exception) -> PeerFailure | RunError:
         """What it means for the main thread that the store has gone: its host has, where a rank hosts it."""
@@ -171,7 +171,7 @@ class Watch:
             lost = self._host_lost()
             if lost is None:
                 return RunError(f"the process group's store is gone, so ranks cannot meet ({error}); rebuild the group")
-            self.settle(lost)
+            self.propose(lost)
         assert self.verdict is not None
         return after_loss(self.verdict)
 
@@ -192,9 +192,9 @@ class Watch:
         self._stopping = True
         self._wake.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(SETTLE_SECONDS)
+            self._thread.join(DECISION_SECONDS)
         if self._asker is not None:
-            self._asker.close(SETTLE_SECONDS)
+            self._asker.close(DECISION_SECONDS)
 
     # -- the thread
 
@@ -247,13 +247,13 @@ class Watch:
     def _conclude(self, verdict: PeerFailure) -> None:
         # The order matters: the main thread sets `waiting` and then reads `verdict`, so that it
         # either sees the verdict or is seen waiting.
-        self.verdict = verdict = placed(verdict, self.place)
-        self._settled.set()
-        waiting, outside = self.waiting, self.outside
+        self.verdict = verdict = placed(verdict, self.axes)
+        self._decided.set()
+        waiting, leave = self.waiting, self.leave_other_group
         if waiting is not None:
-            self._cut(waiting.peer)
-        if outside is not None:
-            outside(verdict)
+            self.close_connections(waiting.peer)
+        if leave is not None:
+            leave(verdict)
         self.ended(verdict)
         self._free()
 
@@ -264,17 +264,17 @@ class Watch:
                 if self.waiting is None or self._stopping:
                     return
                 self.clock.sleep(self._beat / 10)
-            self._cut(peer)
+            self.close_connections(peer)
 
     def _look(self) -> PeerFailure | None:
         """One beat: take part in what the store says, and say what this rank has to."""
-        self._note_place()
+        self._note_progress()
         verdict = self._bulletin.verdict()
         if verdict is not None:
             return verdict
         if not self.news:
             self._read_news()
-        self._overdue.outside.tell(self.outside is not None or self.elsewhere())
+        self._overdue.in_other_group.tell(self.leave_other_group is not None or self.waits_in_other_group())
         self._overdue.compiling.tell(is_compiling())
         waiting, proposal = self.waiting, self._proposal
         if proposal is not None and self.clock.now() - self._stood_until < self._timeout:
@@ -288,10 +288,10 @@ class Watch:
         alarm = self._bulletin.alarm()
         return None if alarm is None else self._arbitrate(alarm)
 
-    def _note_place(self) -> None:
-        place = self._step, self.doing(), self.waiting
-        if place != self._place:
-            self._place, self._place_since = place, self.clock.now()
+    def _note_progress(self) -> None:
+        progress = self._step, self.doing(), self.waiting
+        if progress != self._progress_seen:
+            self._progress_seen, self._progress_since = progress, self.clock.now()
 
     def _raise_alarm(self, alarm: Alarm) -> None:
         self._bulletin.raise_alarm(alarm)
@@ -345,7 +345,7 @@ class Watch:
             assert alarm.waiting is not None
             found = judge(alarm.rank, alarm.waiting, states, self._timeout, self._beat)
             if isinstance(found, Excused):
-                self._bulletin.call_off({alarm.rank: found.still} | excused(states, self._timeout, self._beat))
+                self._bulletin.call_off({alarm.rank: found.seconds_unchanged} | excused(states, self._timeout, self._beat))
                 self._goes_on()
                 return None
             failure = found
@@ -376,8 +376,8 @@ class Watch:
     def _state(self) -> State:
         waiting = self.waiting
         doing = self.doing() + ("" if waiting is None else f", waiting for rank {waiting.peer}")
-        still = self.clock.now() - self._place_since
-        return State(waiting, doing, self.where(), self._step, self.call(), still, *self.traffic(waiting))
+        unchanged = self.clock.now() - self._progress_since
+        return State(waiting, doing, self.where(), self._step, self.call(), unchanged, *self.traffic(waiting))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         assert self._asker is not None

@@ -83,23 +83,23 @@ class Layout:
         # the sender's text on both ends: equal values need not pickle to equal bytes
         self.text = encoding.dump(content) if text is None else text
         self.checksum = zlib.crc32(self.text)
-        self.homes, self.frame_bytes = arrange(self.slots, content.device_link, all_packed)
-        self.directs = [home for home in self.homes if home.direct]
-        self.copies = [copy for home in self.homes if not home.direct for copy in home.copies]
-        self.payload_bytes = sum(home.carried for home in self.homes)
+        self.regions, self.frame_bytes = arrange(self.slots, content.device_link, all_packed)
+        self.directs = [region for region in self.regions if region.direct]
+        self.copies = [copy for region in self.regions if not region.direct for copy in region.copies]
+        self.payload_bytes = sum(region.carried for region in self.regions)
         self.on_cpu = all(slot is None or slot.device == "cpu" for slot in self.slots)
-        self.spread = any(home.spread for home in self.homes)
+        self.spread = any(region.spread for region in self.regions)
         self.lone = self._lone()
-        self._sizes = [home.nbytes for home in self.homes]
+        self._sizes = [region.nbytes for region in self.regions]
         self._tensors = [slot for slot in self.slots if slot is not None]
-        self._sharing = [leaf for home in self.homes if len(home.slots) > 1 for leaf in home.slots]
+        self._sharing = [leaf for region in self.regions if len(region.slots) > 1 for leaf in region.slots]
         self._wanting = [leaf for leaf, slot in enumerate(self.slots) if slot is not None and slot.requires_grad]
-        self._unsettled = [home for home in self.homes if not home.settled]
+        self._unsettled = [region for region in self.regions if not region.settled]
         self._settled = [
-            (leaf, slot, home.offset // slot.dtype.itemsize)
-            for home in self.homes
-            if home.settled
-            for leaf, slot in home.slots.items()
+            (leaf, slot, region.offset // slot.dtype.itemsize)
+            for region in self.regions
+            if region.settled
+            for leaf, slot in region.slots.items()
         ]
         self.spare: deque[Frame] = deque(maxlen=SPARE_FRAMES)  # frames whose last send is done
 
@@ -164,7 +164,7 @@ class Layout:
 
     def _overlap_alike(self, addresses: Sequence[int], items: Sequence[Any]) -> bool:
         """Whether those tensors overlap that do so here, in the same way, and no others."""
-        if len(self.homes) < len(addresses):
+        if len(self.regions) < len(addresses):
             starts: dict[int, int] = {}
             for address, slot in zip(addresses, self._tensors, strict=True):
                 if starts.setdefault(slot.region, address - slot.start) != address - slot.start:
@@ -196,7 +196,7 @@ class Layout:
             return []
         for copy, place in zip(self.copies, frame.views, strict=True):
             place.copy_(once(leaves[copy.leaf].detach()))
-        return [home.take(leaves) for home in self.directs]
+        return [region.take(leaves) for region in self.directs]
 
     # -- with the receiver
 
@@ -205,7 +205,7 @@ class Layout:
     ) -> tuple[Any, bool]:
         """The value before its bytes have come, and whether it can be made: not if they must then be copied."""
         if self.spread or not (
-            self.on_cpu or (by_device and all(home.direct or home.device == "cpu" for home in self.homes))
+            self.on_cpu or (by_device and all(region.direct or region.device == "cpu" for region in self.regions))
         ):
             return None, False
         return self.build(frame, directs, device), True
@@ -215,7 +215,7 @@ class Layout:
         lone = self.lone
         if lone is not None:
             blank = torch.empty(0, dtype=lone.dtype)
-            offset = self.homes[0].offset // lone.dtype.itemsize
+            offset = self.regions[0].offset // lone.dtype.itemsize
             blank.set_(frame.untyped_storage(), offset, lone.shape, lone.stride).requires_grad_(lone.requires_grad)
             return blank if self.form is Tensor else self.form((blank,))
         items: list[Any] = [None] * len(self.slots)
@@ -223,8 +223,8 @@ class Layout:
             blank = torch.empty(0, dtype=slot.dtype)
             items[leaf] = blank.set_(frame.untyped_storage(), offset, slot.shape, slot.stride)
         arrived = iter(directs)
-        for home in self._unsettled:
-            for leaf, tensor in home.settle(next(arrived) if home.direct else frame, device).items():
+        for region in self._unsettled:
+            for leaf, tensor in region.settle(next(arrived) if region.direct else frame, device).items():
                 items[leaf] = tensor
         for leaf in self._wanting:
             items[leaf].requires_grad_()

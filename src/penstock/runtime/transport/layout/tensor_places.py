@@ -156,12 +156,12 @@ def arrange(slots: Sequence[Slot | None], device_link: bool, all_packed: bool) -
     for leaf, slot in enumerate(slots):
         if slot is not None:
             members.setdefault(slot.region, {})[leaf] = slot
-    homes, end = [], HEADER_BYTES
-    for region in members.values():
-        home = _arrange_region(region, whole_lines(end), device_link, all_packed)
-        end = end if home.direct else home.offset + home.carried
-        homes.append(home)
-    return homes, whole_lines(end)  # torch.save wants storages that are some whole elements of whatever dtype
+    placed, end = [], HEADER_BYTES
+    for slots_of_region in members.values():
+        region = _arrange_region(slots_of_region, whole_lines(end), device_link, all_packed)
+        end = end if region.direct else region.offset + region.carried
+        placed.append(region)
+    return placed, whole_lines(end)  # torch.save wants storages that are some whole elements of whatever dtype
 
 
 def _arrange_region(slots: dict[int, Slot], end: int, device_link: bool, all_packed: bool) -> PlacedRegion:

@@ -104,7 +104,7 @@ class OutBlock:
             self.frame, self._layout = Frame(layout.frame_bytes, layout.copies, self._tensor), layout
 
 
-class Ring:
+class BlockPool:
     """The blocks of one directed link, as many as were ever in use at once, by size."""
 
     def __init__(self, announce: Callable[[int, int], None], retire: Callable[[int], None]) -> None:
@@ -215,9 +215,9 @@ class InBlock:
         lone = layout.lone
         if lone is None:
             return layout.build(torch.frombuffer(lease, dtype=torch.uint8, count=layout.frame_bytes), (), None)
-        home = layout.homes[0]  # its storage is as large as itself: who looks at that must not see the block
-        count = home.nbytes // lone.dtype.itemsize
-        tensor = torch.frombuffer(lease, dtype=lone.dtype, count=count, offset=home.offset)
+        region = layout.regions[0]  # its storage is as large as itself: who looks at that must not see the block
+        count = region.nbytes // lone.dtype.itemsize
+        tensor = torch.frombuffer(lease, dtype=lone.dtype, count=count, offset=region.offset)
         tensor.as_strided_(lone.shape, lone.stride).requires_grad_(lone.requires_grad)
         return tensor if layout.form is torch.Tensor else layout.form((tensor,))
 

@@ -9,7 +9,7 @@ Every packet stands by itself, so that an interrupt between two of them leaves n
     RETIRED       a block that will not be used again
     LAYOUT        a part of a layout's text
     FORGET        all layouts so far are forgotten
-    FAILED        a part of a failure's text
+    FAILURE_TEXT  a part of a failure's text
     POSTS         the words in which the receiver counts its posted receives, attached
     EXCHANGE      a part of what a rank has to say in the exchange that ends the step of that number
     WAKE          wakes a sender that waits for such a word
@@ -43,13 +43,13 @@ from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.layout.layout import Layout
-from penstock.runtime.transport.shared_memory.blocks import InBlock, Ring, map_memory
+from penstock.runtime.transport.shared_memory.blocks import InBlock, BlockPool, map_memory
 
-DATA, FAILURE, THROUGH_DISTRIBUTED, BLOCK, RETIRED, LAYOUT, FORGET, FAILED, POSTS, EXCHANGE, WAKE, BYE = range(1, 13)
+DATA, FAILURE, THROUGH_DISTRIBUTED, BLOCK, RETIRED, LAYOUT, FORGET, FAILURE_TEXT, POSTS, EXCHANGE, WAKE, BYE = range(1, 13)
 
 HEAD = struct.Struct("<IIQQIIII")
-# What its fields are. NUMBER: of the block, or of the text. KEY: the channel and its program; of other packets, a size
-# or a program.
+# What its fields are. NUMBER: of the block, or of the text. KEY: the channel and the checksum of all; of other packets, a size
+# or that checksum.
 KIND, NUMBER, KEY, STEP, ORDINAL, MICROBATCH, LAYOUT_NUMBER, CHECKSUM = range(8)
 TEXT_BYTES = 32 * 1024  # of a text in one packet
 LAYOUTS = 128  # that each end remembers of the other's
@@ -79,9 +79,9 @@ class Connection:
         self.peer = peer
         self.gone = False
         self.left = False  # it said goodbye
-        self.ring = Ring(self._announce, lambda number: self.say(RETIRED, number))
+        self.pool = BlockPool(self._announce, lambda number: self.say(RETIRED, number))
         self.queues: dict[int, deque[Filed]] = defaultdict(deque)  # by channel
-        self.posts: dict[int, memoryview] = {}  # by program: what the peer has posted
+        self.posts: dict[int, memoryview] = {}  # by checksum of channels: what the peer has posted
         self.blocks: dict[int, InBlock] = {}
         self.failures: dict[int, bytes] = {}
         self.exchanges: deque[tuple[int, bytes]] = deque()  # of exchanges, with their steps
@@ -129,9 +129,9 @@ class Connection:
     def _announce(self, number: int, descriptor: int) -> None:
         self._attach(BLOCK, number, 0, descriptor)
 
-    def share_posts(self, program: int, descriptor: int) -> None:
+    def share_posts(self, channels_checksum: int, descriptor: int) -> None:
         """Where this rank counts the receives that it posts on that program's channels from the peer."""
-        self._attach(POSTS, 0, program, descriptor)
+        self._attach(POSTS, 0, channels_checksum, descriptor)
 
     def _write_text(self, kind: int, text: bytes, step: int = 0) -> int:
         self._texts += 1
@@ -154,7 +154,7 @@ class Connection:
 
     def write_failure(self, text: bytes) -> int:
         """The number by which the peer can look up this text."""
-        return self._write_text(FAILED, text)
+        return self._write_text(FAILURE_TEXT, text)
 
     def write_exchange(self, step: int, text: bytes) -> None:
         """What this rank has to say at the end of that step."""
@@ -200,7 +200,7 @@ class Connection:
             self._layouts.clear()
         elif kind == BYE:
             self.left = True
-        elif kind in (LAYOUT, FAILED, EXCHANGE):
+        elif kind in (LAYOUT, FAILURE_TEXT, EXCHANGE):
             parts = self._parts.setdefault(number, [])
             parts.append(tail)
             if sum(map(len, parts)) < key:
@@ -234,7 +234,7 @@ class Connection:
             with suppress(OSError):
                 self._socket.send(HEAD.pack(BYE, 0, 0, 0, 0, 0, 0, 0), socket.MSG_DONTWAIT)
             self._socket.close()
-        self.ring.clear()
+        self.pool.clear()
         self.blocks.clear()
         self.queues.clear()
         self.posts.clear()
@@ -294,7 +294,7 @@ class Connections(dict[int, Connection]):
             except Gone:
                 if not connection.left:
                     lost = PeerFailure(connection.peer, f"{CLOSED}, seen by rank {self._rank}")
-                    raise copy(self._watch.settle(lost)) from None
+                    raise copy(self._watch.propose(lost)) from None
 
     def put_exchange(self, peer: int, step: int, body: bytes) -> None:
         """What this rank has to say at the end of that step."""
@@ -314,7 +314,7 @@ class Connections(dict[int, Connection]):
     def lose(self, waiting: Waiting) -> NoReturn:
         """The group's verdict on a connection that is closed."""
         self._watch.waiting = None
-        raise copy(self._watch.settle(waiting.blame(self._rank, CLOSED))) from None
+        raise copy(self._watch.propose(waiting.blame(self._rank, CLOSED))) from None
 
     def close(self) -> None:
         for connection in self.values():

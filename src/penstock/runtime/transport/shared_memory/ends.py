@@ -149,7 +149,7 @@ class SharedOutgoing(Outgoing):
         connections: Connections,
         transfers: Transfers,
         key: int,
-        program: int,
+        channels_checksum: int,
         place: int,
         ahead: int,
     ) -> None:
@@ -161,7 +161,7 @@ class SharedOutgoing(Outgoing):
         self._key = key
         self._total = 0  # sent so far
         self._sent_through_distributed = 0  # of this step
-        self._program = program
+        self._channels_checksum = channels_checksum
         self._place = place
         self._ahead = self._allowed = ahead
         self._known: dict[int, tuple[int, Layout]] = {}  # by place in the step: what was sent there last
@@ -183,7 +183,7 @@ class SharedOutgoing(Outgoing):
                 self._connections.wait(connection, self.channel, microbatch, self._may_send)
             kind, place = DATA, NO_BLOCK
             if layout.payload_bytes:
-                block = connection.ring.put(layout, leaves, step) if layout.on_cpu else None
+                block = connection.pool.put(layout, leaves, step) if layout.on_cpu else None
                 if block is None:
                     self._send_through_distributed(microbatch, value)
                     kind = THROUGH_DISTRIBUTED
@@ -205,12 +205,12 @@ class SharedOutgoing(Outgoing):
         self._total += 1
 
     def _send_through_distributed(self, microbatch: int, value: Any) -> None:
-        ring = self._connection.ring
-        if ring.refused is not None and not ring.warned:
-            ring.warned = True
+        pool = self._connection.pool
+        if pool.refused is not None and not pool.warned:
+            pool.warned = True
             warnings.warn(
                 f"rank {self.channel.source_rank} gets no more shared memory for its link to rank {self._connection.peer} "
-                f"({ring.refused.strerror}, beyond {ring.nbytes / 2**20:.1f} MiB); what does not fit goes through "
+                f"({pool.refused.strerror}, beyond {pool.nbytes / 2**20:.1f} MiB); what does not fit goes through "
                 "torch.distributed, which is slower. Give the container more memory to avoid this",
                 RuntimeWarning,
                 stacklevel=2,
@@ -221,7 +221,7 @@ class SharedOutgoing(Outgoing):
 
     def _may_send(self) -> bool:
         """Whether the receiver has posted enough; asks for a nudge if not."""
-        words = self._connection.posts.get(self._program)
+        words = self._connection.posts.get(self._channels_checksum)
         if words is None:
             return False  # it has yet to come
         self._allowed = words[self._place] + self._ahead
@@ -254,18 +254,18 @@ class SharedOutgoing(Outgoing):
     def end_step(self) -> None:
         self.count = 0
         with suppress(Gone):
-            self._connection.ring.end_step(self._transfers.exchanges)
+            self._connection.pool.end_step(self._transfers.exchanges)
         if self._sent_through_distributed:
             self._sent_through_distributed = 0
             self._distributed.end_step()
 
 
-def share_posts(connection: Connection, program: int, count: int) -> memoryview:
+def share_posts(connection: Connection, channels_checksum: int, count: int) -> memoryview:
     """Words in which this rank counts its posted receives of a program, for the peer to read."""
     descriptor = allocate(count * 8)
     try:
         with suppress(Gone):  # it has left; what it sent before is still to be read
-            connection.share_posts(program, descriptor)
+            connection.share_posts(channels_checksum, descriptor)
         return map_memory(descriptor).cast("Q")
     finally:
         os.close(descriptor)

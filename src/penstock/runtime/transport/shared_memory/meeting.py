@@ -36,24 +36,24 @@ PATIENCE = 0.02
 ANSWER_SECONDS = 20.0  # for a process of the same user that has connected to show its code
 
 
-class Place(NamedTuple):
+class Address(NamedTuple):
     """Where a rank is, and how to reach it."""
 
     host: str
-    address: str
-    bell: str  # the address of that
+    socket: str  # of the one that it listens on
+    bell: str  # the socket of that
     token: str
     device: str
 
     @classmethod
-    def read(cls, name: str, text: bytes, rank: int) -> Place:
+    def read(cls, name: str, text: bytes, rank: int) -> Address:
         """From the store, where it has this name, and to which anybody who reaches it can write."""
         try:
             return cls(*notes.read("place", name, text))
         except notes.Tampered as error:
             raise MessageError(f"under the place of rank {rank}, the store holds something {notes.STRANGER}") from error
 
-    def apart(self, other: Place) -> str | None:
+    def apart(self, other: Address) -> str | None:
         """Why two ranks cannot share memory, or None."""
         if self.host != other.host or not self.host:
             return "on different hosts"
@@ -105,40 +105,40 @@ class Meeting:
         self._rank = rank
         self._wait = wait
         self._asker: Asker | None = None
-        self._places: dict[int, Place] = {}
+        self._addresses: dict[int, Address] = {}
         self._accepted: dict[int, socket.socket] = {}
         self._listener = OwnSocket(socket.SOCK_SEQPACKET)
         self._listener.listen(max(ranks, 8))
         self._listener.settimeout(PATIENCE)
-        self.mine = Place(this_host(), self._listener.address, bell, secrets.token_hex(16), device)
+        self.mine = Address(this_host(), self._listener.address, bell, secrets.token_hex(16), device)
         store.set(self._key(f"place/{rank}"), notes.write(self._key(f"place/{rank}"), *self.mine))
 
-    def place(self, rank: int) -> Place:
+    def address_of(self, rank: int) -> Address:
         """Where a rank is; waits until it has said so."""
         if rank == self._rank:
             return self.mine
-        if rank not in self._places:
+        if rank not in self._addresses:
             name = f"place/{rank}"
-            self._places[rank] = Place.read(self._key(name), self._read(name, rank), rank)
-        return self._places[rank]
+            self._addresses[rank] = Address.read(self._key(name), self._read(name, rank), rank)
+        return self._addresses[rank]
 
     def neighbours(self) -> list[str]:
         """The addresses of the bells of the other ranks on this host, as far as they are known."""
-        return [place.bell for place in self._places.values() if place.host == self.mine.host]
+        return [address.bell for address in self._addresses.values() if address.host == self.mine.host]
 
     def join(self, peer: int) -> socket.socket | str:
         """A connection to a near rank, or why there is none. Both ranks call this, and get the same."""
         return self._connect(peer) if self._rank > peer else self._accept(peer)
 
     def _connect(self, peer: int) -> socket.socket | str:
-        place = self.place(peer)
+        address = self.address_of(peer)
         connection = close_in_forks(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
             connection.settimeout(PATIENCE)
-            self._knock(connection, peer, place.address)
+            self._knock(connection, peer, address.socket)
             if _user(connection) != os.getuid():
                 raise PermissionError("its process belongs to another user")
-            self._introduce(connection, peer, place.token)
+            self._introduce(connection, peer, address.token)
         except OSError as error:
             connection.close()
             reason = f"rank {self._rank} cannot connect to rank {peer}: {error}"
@@ -173,7 +173,7 @@ class Meeting:
             raise PermissionError("it does not have the run's secret")
         connection.send(code_of(b"connects" + mine + theirs, token.encode()))
 
-    def _is_introduced(self, connection: socket.socket) -> int | None:
+    def _authenticate(self, connection: socket.socket) -> int | None:
         """The rank at the other end, if it is one of the run."""
         token, theirs = self.mine.token.encode(), connection.recv(HELLO.size + 1)
         if len(theirs) != HELLO.size:
@@ -210,7 +210,7 @@ class Meeting:
         close_in_forks(connection).settimeout(ANSWER_SECONDS)
         if _user(connection) == os.getuid():
             with suppress(OSError):
-                caller = self._is_introduced(connection)
+                caller = self._authenticate(connection)
                 if caller is not None:
                     self._accepted[caller] = connection
                     return True

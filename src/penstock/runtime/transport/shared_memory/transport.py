@@ -88,7 +88,7 @@ class SharedMemoryTransport(DistributedTransport):
         mine = {end for pair in pairs if self.rank in pair for end in pair} - {self.rank}
         try:
             for rank in range(self.ranks):
-                self._meeting.place(rank)
+                self._meeting.address_of(rank)
             for peer in sorted(mine - self._connections.keys() - self._apart.keys()):
                 self._join(peer)
         except dist.DistError as error:
@@ -103,23 +103,23 @@ class SharedMemoryTransport(DistributedTransport):
         words: dict[int, memoryview] = {}  # by peer
         incoming, outgoing = dict(ends.incoming), dict(ends.outgoing)
         for number, channel in enumerate(channels):
-            key, place = ends.program << 16 | number, number + 1
+            key, place = ends.channels_checksum << 16 | number, number + 1
             peer = channel.source_rank if number in incoming else channel.target_rank
             if peer not in self._connections:
                 continue
             common = self._connections, self._transfers, key
             if number in incoming:
                 if peer not in words:
-                    words[peer] = share_posts(self._connections[peer], ends.program, len(channels) + 1)
+                    words[peer] = share_posts(self._connections[peer], ends.channels_checksum, len(channels) + 1)
                 incoming[number] = SharedIncoming(ends.incoming[number], *common, words[peer], place)
             elif number in outgoing:
                 # gloo's receive of a message that takes that way is posted where it is announced: no send may wait
                 through_distributed = self._outgoing(channel, tag, number, max_sends=ANY_NUMBER)
-                outgoing[number] = SharedOutgoing(through_distributed, *common, ends.program, place, self._max_sends)
+                outgoing[number] = SharedOutgoing(through_distributed, *common, ends.channels_checksum, place, self._max_sends)
         return ChannelEnds(channels, self.rank, incoming, outgoing)
 
     def _join(self, peer: int) -> None:
-        reason = self._meeting.mine.apart(self._meeting.place(peer))
+        reason = self._meeting.mine.apart(self._meeting.address_of(peer))
         found = self._meeting.join(peer) if reason is None else reason
         if not isinstance(found, str):
             self._connections[peer] = Connection(peer, found, self._connections.wait_for_room)
@@ -132,12 +132,12 @@ class SharedMemoryTransport(DistributedTransport):
 
     def describe_link(self, source: int, target: int) -> str:
         other = target if source == self.rank else source
-        reason = self._meeting.place(source).apart(self._meeting.place(target))
+        reason = self._meeting.address_of(source).apart(self._meeting.address_of(target))
         if self.rank in (source, target) and reason is None:
             reason = self._apart.get(other)
             connection = self._connections.get(other)
-            if connection is not None and connection.ring.refused is not None and source == self.rank:
-                reason = f"shared memory was refused: {connection.ring.refused.strerror}"
+            if connection is not None and connection.pool.refused is not None and source == self.rank:
+                reason = f"shared memory was refused: {connection.pool.refused.strerror}"
         self._meeting.rest()
         return "shared memory" if reason is None else f"{super().describe_link(source, target)}, {reason}"
 

@@ -49,7 +49,7 @@ def test_on_threads_a_long_wait_for_ranks_that_move_is_no_failure() -> None:
     transports = ThreadTransport.group(2, timeout=timeout)
     channel = Channel(0, 1, "F", 0, 1)
     doing = iter(range(10_000))
-    transports[0].report_by(lambda: f"at action {next(doing)}")
+    transports[0].describe_by(lambda: f"at action {next(doing)}")
     for each in transports:
         each.open([channel])
 

@@ -69,7 +69,7 @@ class AxisLink:
         self._watch.waits_in_other_group = lambda: watch.waiting is not None
         self._watch.ended = ended
 
-    def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
+    def describe_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
         """How to say what this rank is doing, and at which action it is."""
         doing, link = held_weakly(doing, "gone"), ref(self)
 
@@ -77,7 +77,7 @@ class AxisLink:
             here = link()
             return doing() + (f", in {here._inside}" if here is not None and here._inside else "")
 
-        self._transport.report_by(report, where)
+        self._transport.describe_by(report, where)
 
     @property
     def broken(self) -> PeerFailure | None:

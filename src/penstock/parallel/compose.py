@@ -162,7 +162,7 @@ def _linked(pipe: Pipeline, executor: Executor, composition: Composition) -> dic
         for one in (transport, *(link._transport for link in links.values())):
             one.name_far_host(host)
     for link in links.values():
-        link.report_by(executor.progress, executor.where)
+        link.describe_by(executor.progress, executor.where)
         _agree(pipe, link, composition)
     return links
 

@@ -84,7 +84,7 @@ class Executor:
         self._part: Action | None = None  # the half of a pair that failed
         self._ready = False
         self.running = False  # whoever runs a step says when it is over: some exchange reports first, some do not
-        transport.report_by(self.progress, self.where)
+        transport.describe_by(self.progress, self.where)
 
     # -- preparing
 

@@ -123,7 +123,7 @@ class Transport(ABC):
         return lambda: answers
 
     @abstractmethod
-    def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
+    def describe_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
         """How to say, from any thread, what this rank is doing, and at which action it is; for the report of a loss."""
 
     @abstractmethod

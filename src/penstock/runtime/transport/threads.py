@@ -324,7 +324,7 @@ class ThreadTransport(Transport):
         self.ends.end_step()
         return values
 
-    def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
+    def describe_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
         self._board.doing[self.rank], self._board.where[self.rank] = doing, where
 
     def waits_elsewhere(self, peer: int | None, seconds: float) -> None:

@@ -58,7 +58,7 @@ def test_exchange_gives_every_rank_every_value_of_any_size(kind: str, ranks: int
 def hears_of_it(transport: Any) -> Any:
     """Rank 0 waits for nobody; it must still hear that rank 1's step has failed."""
     pair(transport)
-    transport.report_by(lambda: f"at {transport.rank}F0")
+    transport.describe_by(lambda: f"at {transport.rank}F0")
     if transport.rank == 1:
         transport.announce(PeerFailure(1, "ValueError: boom"))
     start = time.monotonic()

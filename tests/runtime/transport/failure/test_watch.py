@@ -38,7 +38,7 @@ def three_in_line(transport: Any) -> None:
 def loses_a_rank(transport: Any, victim: int, how: int) -> Any:
     """A pipeline of three in which one rank dies or stops; whom the others name, and how soon."""
     transport.open(LINE)
-    transport.report_by(lambda: f"at {transport.rank}F0")
+    transport.describe_by(lambda: f"at {transport.rank}F0")
     three_in_line(transport)
     if transport.rank == victim:
         os.kill(os.getpid(), how)

@@ -266,7 +266,7 @@ class DistributedTransport(Transport):
         if 0 not in dist.get_process_group_ranks(self._group) and not _has_agent():
             self.watch.far_host = failure
 
-    def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
+    def describe_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
         self.watch.doing, self.watch.where = held_weakly(doing, "gone"), held_weakly(where, None)
 
     def announce(self, failure: PeerFailure) -> None:

@@ -24,9 +24,9 @@ def all_gather(value: Any, group: Any) -> list[Any]:
     dist.all_gather(sizes, torch.tensor([mine.numel()], device=device), group=group)
     lengths = [int(size.item()) for size in sizes]
     longest = max(lengths)
-    if not 0 < longest <= plain.LONGEST:
+    if not 0 < longest <= plain.MESSAGE_BYTES:
         raise MessageError(
-            f"a member of the group announces a message of {longest} bytes; at most {plain.LONGEST} are read"
+            f"a member of the group announces a message of {longest} bytes; at most {plain.MESSAGE_BYTES} are read"
         )
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine

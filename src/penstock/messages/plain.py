@@ -30,7 +30,7 @@ from penstock.schedule.action import Action, parse
 TENSOR = "$tensor"  # the name of a tensor that was set aside
 DEEPEST = 100
 DTENSOR_MODULE = "torch.distributed.tensor"  # as long to import as torch itself; who has made a DTensor has done so
-LONGEST = 64 * 1024 * 1024  # bytes of one message
+MESSAGE_BYTES = 64 * 1024 * 1024  # at most
 LONG_TEXT = 8 * 1024  # characters of an error's message, and twice that of a traceback
 
 StoreTensor = Callable[[Tensor], str]
@@ -51,8 +51,8 @@ def dumps(value: Any, place: str = "the value") -> bytes:
 
 def loads(content: bytes) -> Any:
     """The value of a message; `NotPlainError` where it is none."""
-    if len(content) > LONGEST:
-        raise NotPlainError(f"a message of {len(content)} bytes; the longest that is read has {LONGEST}")
+    if len(content) > MESSAGE_BYTES:
+        raise NotPlainError(f"a message of {len(content)} bytes; the longest that is read has {MESSAGE_BYTES}")
     try:
         return json.loads(content, object_hook=partial(_made, tensor=_no_tensor))
     except NotPlainError:

@@ -28,9 +28,9 @@ from penstock.runtime.transport.failure.peer_failures import after_loss, placed
 from penstock.runtime.transport.failure.watch import DECISION_SECONDS, held_weakly
 from penstock.runtime.transport.distributed.transport import DistributedTransport
 
-LATER = 6.0  # seconds: a pipeline finds out for itself first which of its ranks is silent
-SOON = 2.0
-SLACK = 10.0  # and the backend's own timeout is the last resort
+LATER_SECONDS = 6.0  # a pipeline finds out for itself first which of its ranks is silent
+SOON_SECONDS = 2.0  # by which the backend may be later where nobody else looks at a wait
+SLACK_SECONDS = 10.0  # and the backend's own timeout is the last resort
 
 
 class AxisLink:
@@ -46,12 +46,12 @@ class AxisLink:
         self._rank = pipeline.rank
         self.word = word
         self._inside = ""  # what this rank waits in, in words
-        self._timeout = timeout + LATER
+        self._timeout = timeout + LATER_SECONDS
         self._transport = DistributedTransport(group, self._timeout)
         self._watch = self._transport.watch
         self._watch_pipeline()
         # of waits that nobody else looks at, the backend's own timeout is the only one
-        limit = timeout + SOON if unseen else self._timeout + SLACK
+        limit = timeout + SOON_SECONDS if unseen else self._timeout + SLACK_SECONDS
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), group)
 
     def _watch_pipeline(self) -> None:

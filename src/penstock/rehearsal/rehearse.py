@@ -17,7 +17,7 @@ from penstock.rehearsal.stage import plain_loop
 from penstock.rehearsal.virtual_time import VirtualTime
 from penstock.rules import check_count
 from penstock.runtime.batch.microbatch import Batch
-from penstock.runtime.transport.failure.watch import BEAT
+from penstock.runtime.transport.failure.watch import BEAT_SECONDS
 from penstock.schedule import Action, Costs, Op, Schedule, lower, simulate, verify
 from penstock.schedule.action import NEIGHBOUR, trusted
 from penstock.schedule.schedule import expect_schedule
@@ -93,13 +93,13 @@ def rehearse(
     program, costs, planned = _checked(schedule, costs, seed, faults, steps, timeout, jitter, store_host)
     longest = max(max(map(max, costs.by_op(program.stages))), 0.0)
     limit = _limit(program, costs, planned, steps, timeout, jitter) + longest
-    time = VirtualTime(seed, -BEAT)
+    time = VirtualTime(seed, -BEAT_SECONDS)
     setting = _setting(program, costs, time, store_host, timeout, steps, jitter, seed, record)
     ranks = [RehearsedRank(rank, setting) for rank in range(program.ranks)]
     draw = random.Random(seed)
     with _without_collecting(program.columns.size):
         for rank in ranks:
-            time.start(rank.rank, rank.live, -BEAT * draw.random())
+            time.start(rank.rank, rank.live, -BEAT_SECONDS * draw.random())
         _plan(planned, ranks, time, program)
         try:
             time.run(lambda: not setting.unsettled, limit)

@@ -11,7 +11,7 @@ import sys
 from time import monotonic
 from typing import Any
 
-LONGEST = 3600.0  # seconds: a compilation that takes longer hangs
+LONGEST_SECONDS = 3600.0  # a compilation that takes longer hangs
 
 
 class _Compilations:
@@ -42,7 +42,7 @@ class _Compilations:
         """The time until which this process is known to have compiled: now, while it does."""
         self.listen()
         begun = self._begun
-        return self._ended if begun is None else min(monotonic(), begun + LONGEST)
+        return self._ended if begun is None else min(monotonic(), begun + LONGEST_SECONDS)
 
 
 _compilations = _Compilations()

@@ -23,7 +23,7 @@ from time import monotonic
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-GRACE = 1.0
+GRACE_SECONDS = 1.0
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _HOLDING: set[CodeType] = set()
 _WEAK_FILES = {weakref.__file__, weakref.WeakSet.__init__.__code__.co_filename}
@@ -94,7 +94,7 @@ class _CtrlC:
     def raise_held(self) -> None:
         """Raise what was held back: called between messages, and where a wait may be left with nothing lost."""
         mine = self._before and threading.current_thread() is threading.main_thread()
-        if self.since and mine and (not self.ending or monotonic() - self.since > GRACE):
+        if self.since and mine and (not self.ending or monotonic() - self.since > GRACE_SECONDS):
             self._raise()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -39,7 +39,7 @@ from penstock.runtime.transport.compiling import last_compiled
 from penstock.runtime.transport.failure.peer_failures import located, lost_source, lost_target, with_report
 from penstock.runtime.transport.handover import Ready, arrive, share
 
-LOOKS = 10  # in the time of a timeout, at whether those who are waited for move on
+LOOKS_PER_TIMEOUT = 10  # at whether those who are waited for move on
 IN_MEMORY = "handed over in memory, without a copy"  # how values travel here
 
 
@@ -268,7 +268,7 @@ class ThreadTransport(Transport):
         self.check_not_broken()
         waiting = self._board.waiting
         waiting[self.rank] = peer
-        look = self.timeout / LOOKS
+        look = self.timeout / LOOKS_PER_TIMEOUT
         begin = monotonic()
         try:
             while True:

@@ -187,8 +187,8 @@ class Exchange:
         magic, _, its_step, size = _HEAD.unpack(ctypes.string_at(frame.data_ptr(), _HEAD.size))
         if magic != _MAGIC or its_step != step:
             raise MessageError(self._other_step(peer, step, its_step))
-        if size > plain.LONGEST:
-            raise MessageError(f"rank {peer} announces a report of {size} bytes; at most {plain.LONGEST} are read")
+        if size > plain.MESSAGE_BYTES:
+            raise MessageError(f"rank {peer} announces a report of {size} bytes; at most {plain.MESSAGE_BYTES} are read")
         if size <= _ROOM:
             return ctypes.string_at(frame.data_ptr() + _HEAD.size, size)
         rest = torch.empty(size, dtype=torch.uint8)

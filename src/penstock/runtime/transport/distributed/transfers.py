@@ -19,12 +19,12 @@ from torch import Tensor
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.blame import Waiting
-from penstock.runtime.transport.compiling import LONGEST, has_compiled
+from penstock.runtime.transport.compiling import LONGEST_SECONDS, has_compiled
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.distributed.messages import Transfer
 
-SLACK = 10.0  # gloo's own timeout comes this much later than ours: it is the last resort, where the watch ends nothing
+SLACK_SECONDS = 10.0  # gloo's own timeout comes this much later than ours: it is the last resort, where the watch ends nothing
 
 
 class Transfers:
@@ -38,8 +38,8 @@ class Transfers:
         self.watch = watch
         self._now = watch.clock.now
         self._timeout = timeout
-        self._short = timedelta(seconds=timeout + SLACK)
-        self._of_a_receive = timedelta(seconds=timeout + SLACK + LONGEST)  # as long as other ranks go on
+        self._short = timedelta(seconds=timeout + SLACK_SECONDS)
+        self._of_a_receive = timedelta(seconds=timeout + SLACK_SECONDS + LONGEST_SECONDS)  # as long as other ranks go on
 
     @property
     def broken(self) -> PeerFailure | None:

@@ -18,7 +18,7 @@ from time import monotonic
 from penstock.messages.secret import CODE_BYTES, code_of, is_ours
 from penstock.runtime.transport.own_socket import OwnSocket, path_of
 
-MOST = 1000  # datagrams that are taken for old at once
+MOST_DATAGRAMS = 1000  # that are taken for old at once
 _KEY = b"the bell"
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
@@ -60,7 +60,7 @@ class Bell:
     def clear(self) -> None:
         """What has rung so far is old."""
         with suppress(OSError):
-            for _ in range(MOST):
+            for _ in range(MOST_DATAGRAMS):
                 self._socket.recv(CODE_BYTES + 1)
 
     def set(self) -> None:

@@ -17,7 +17,7 @@ from penstock.runtime.transport.failure.blame import Waiting
 from penstock.schedule import Action
 
 KEY = b"the store: "
-LONGEST = 1024 * 1024  # characters of a note; texts in it are cut short
+NOTE_CHARACTERS = 1024 * 1024  # at most; texts in it are cut short
 PARTS: dict[str, tuple[Any, ...]] = {  # what is in each kind of note, part by part
     "verdict": (PeerFailure,),
     "news": (PeerFailure,),
@@ -60,7 +60,7 @@ def write(name: str, *parts: Any) -> str:
 
 def read(kind: str, name: str, text: bytes) -> tuple[Any, ...]:
     """The parts of a note that a rank of this run wrote under this name; `Tampered` where none did."""
-    if len(text) > LONGEST:
+    if len(text) > NOTE_CHARACTERS:
         raise Tampered(kind)
     try:
         content = unsigned(base64.b64decode(text, validate=True), KEY + name.encode())

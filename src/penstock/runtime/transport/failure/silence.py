@@ -15,8 +15,8 @@ from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.notes import read, write
 
 OTHER_GROUP_SECONDS = 12.0  # more patience where a rank waits for another group, which has less
-STARVED = 0.25  # of the beats of a timeout: who had fewer lacks a processor, and so may the peer that it waits for
-PATIENCE = 3  # timeouts, at most, that such a rank waits
+STARVED_SHARE = 0.25  # of the beats of a timeout: who had fewer lacks a processor, and so may the peer that it waits for
+STARVED_TIMEOUTS = 3  # that such a rank waits at most
 
 
 class Marks:
@@ -91,8 +91,8 @@ class Overdue:
         if self.compiling.anybody():
             self.excuse(now)
         waited = self.waited(waiting) - (OTHER_GROUP_SECONDS if self.in_other_group.anybody() else 0.0)
-        starved = self._looks < STARVED * self._timeout / self._beat
-        return waited > self._timeout and (not starved or waited > PATIENCE * self._timeout)
+        starved = self._looks < STARVED_SHARE * self._timeout / self._beat
+        return waited > self._timeout and (not starved or waited > STARVED_TIMEOUTS * self._timeout)
 
     def excuse(self, until: float) -> None:
         """Waits count from that time on: until then there was a reason to wait."""

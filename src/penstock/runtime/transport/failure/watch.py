@@ -54,13 +54,13 @@ from penstock.runtime.transport.failure.notes import STRANGER, Alarm, Tampered
 from penstock.runtime.transport.failure.peer_failures import after_loss, placed, with_report
 from penstock.runtime.transport.failure.silence import Marks, Overdue
 
-BEAT = 0.5
+BEAT_SECONDS = 0.5  # between two looks into the store
 STORE_SECONDS = 3.0  # for the store to answer
 DECISION_SECONDS = 6.0  # for the thread to find a verdict: the store's and some beats
 STATE_SECONDS = 2.0  # for ranks to say for whom they wait: some beats
 CALL_SECONDS = 1.0  # of waiting, before a rank says in which call it is
-SLOW = 4  # a store is silent only where it is so many times slower than it was
-TURNS = 40  # looks for the answers of others, at least: a busy machine has fewer in the same time
+SLOW_FACTOR = 4  # a store is silent only where it is so many times slower than it was
+ANSWER_LOOKS = 40  # for the answers of others, at least: a busy machine has fewer in the same time
 NEAR_RANKS = 16  # so many may ask the store every few milliseconds
 MOST_SECONDS = 10.0  # for what takes a busy machine longer
 Said = TypeVar("Said")
@@ -127,7 +127,7 @@ class Watch:
         self._ranks = ranks
         self._timeout = timeout
         self.close_connections = close_connections
-        self._beat = min(BEAT, timeout / 10)
+        self._beat = min(BEAT_SECONDS, timeout / 10)
         fresh = min(STATE_SECONDS, timeout / 2)
         in_other_group = Marks("outside", self._ask, self._bulletin.key, rank, ranks, fresh, clock.now)
         compiling = Marks("compiling", self._ask, self._bulletin.key, rank, ranks, fresh, clock.now)
@@ -371,7 +371,7 @@ class Watch:
         seconds = self.clock.now() - begin
         if not is_judge:  # which needs some time itself
             return seconds < 2 * min(STATE_SECONDS, self._timeout) + self._beat
-        return seconds < min(STATE_SECONDS, self._timeout) or (turns < TURNS and seconds < MOST_SECONDS)
+        return seconds < min(STATE_SECONDS, self._timeout) or (turns < ANSWER_LOOKS and seconds < MOST_SECONDS)
 
     def _state(self) -> State:
         waiting = self.waiting
@@ -392,7 +392,7 @@ class Watch:
         """Go on without the store: to stop, or where an answer is needed and none has come for long."""
         waiting = self.waiting
         overdue = waiting is not None and self._overdue.waited(waiting) > self._timeout
-        silent = seconds > max(STORE_SECONDS, SLOW * self._slowest)
+        silent = seconds > max(STORE_SECONDS, SLOW_FACTOR * self._slowest)
         return self._stopping or (silent and (overdue or self._proposal is not None))
 
     def _host_lost(self) -> PeerFailure | None:

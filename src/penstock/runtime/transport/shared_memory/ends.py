@@ -46,7 +46,7 @@ from penstock.runtime.transport.shared_memory.connection import (
     Gone,
 )
 
-RECENT = 4  # layouts that a channel tries, after the one of that place in the last step, before it makes a new one
+RECENT_LAYOUTS = 4  # that a channel tries, after the one of that place in the last step, before it makes a new one
 _SENDER_WAITS = 0  # the first word: the sender sleeps until another receive is posted
 
 
@@ -165,7 +165,7 @@ class SharedOutgoing(Outgoing):
         self._place = place
         self._ahead = self._allowed = ahead
         self._known: dict[int, tuple[int, Layout]] = {}  # by place in the step: what was sent there last
-        self._recent: deque[tuple[int, Layout]] = deque(maxlen=RECENT)
+        self._recent: deque[tuple[int, Layout]] = deque(maxlen=RECENT_LAYOUTS)
         self._connection.kept += [self._known, self._recent]
 
     @property

@@ -32,7 +32,7 @@ from penstock.runtime.transport.shared_memory.blocks import allocate
 
 NONCE_BYTES = 32
 HELLO = struct.Struct(f"<I{NONCE_BYTES}s")
-PATIENCE = 0.02
+LOOK_SECONDS = 0.02  # between two looks at what others have done
 ANSWER_SECONDS = 20.0  # for a process of the same user that has connected to show its code
 
 
@@ -109,7 +109,7 @@ class Meeting:
         self._accepted: dict[int, socket.socket] = {}
         self._listener = OwnSocket(socket.SOCK_SEQPACKET)
         self._listener.listen(max(ranks, 8))
-        self._listener.settimeout(PATIENCE)
+        self._listener.settimeout(LOOK_SECONDS)
         self.mine = Address(this_host(), self._listener.address, bell, secrets.token_hex(16), device)
         store.set(self._key(f"place/{rank}"), notes.write(self._key(f"place/{rank}"), *self.mine))
 
@@ -134,7 +134,7 @@ class Meeting:
         address = self.address_of(peer)
         connection = close_in_forks(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         try:
-            connection.settimeout(PATIENCE)
+            connection.settimeout(LOOK_SECONDS)
             self._knock(connection, peer, address.socket)
             if _user(connection) != os.getuid():
                 raise PermissionError("its process belongs to another user")
@@ -156,7 +156,7 @@ class Meeting:
                 return
             except BlockingIOError:
                 self._wait(peer, start)
-                time.sleep(PATIENCE / 10)
+                time.sleep(LOOK_SECONDS / 10)
 
     def _introduce(self, connection: socket.socket, peer: int, token: str) -> None:
         """Show that this is a rank of the run, once the other end has; it answers when it comes to this."""
@@ -221,7 +221,7 @@ class Meeting:
         start = time.monotonic()
         while (found := self._peek(name)) is None:
             self._wait(rank, start)
-            time.sleep(PATIENCE / 10)
+            time.sleep(LOOK_SECONDS / 10)
         return found
 
     def _peek(self, name: str) -> bytes | None:
@@ -234,9 +234,9 @@ class Meeting:
 
         if self._asker is None:
             self._asker = Asker(self._store, f"penstock-meeting-{self._rank}")
-        if not self._asker.ask("check", [self._key(name)], patience=PATIENCE, give_up=hopeless):
+        if not self._asker.ask("check", [self._key(name)], patience=LOOK_SECONDS, give_up=hopeless):
             return None
-        found: bytes = self._asker.ask("get", self._key(name), patience=PATIENCE, give_up=hopeless)
+        found: bytes = self._asker.ask("get", self._key(name), patience=LOOK_SECONDS, give_up=hopeless)
         return found
 
     def _key(self, name: str) -> str:

@@ -72,7 +72,7 @@ class Fault:
     message: str
     rank: int | None = None
     position: int | None = None
-    action: Any = None  # an Action; untyped here, because errors sit below the schedule layer
+    action: Any = None  # an Action; untyped here, because no room comes before errors
     cycle: tuple[CycleMember, ...] = ()  # of a deadlock: each member waits for the next, the last for the first
 
     def __str__(self) -> str:
@@ -179,9 +179,9 @@ class PeerFailure(RunError):
         self.stage, self.action, self.microbatch = stage, action, microbatch
         self.original_traceback, self.report = original_traceback, report
         self.replica, self.shard = replica, shard
-        super().__init__(self._text())
+        super().__init__(rank, cause)
 
-    def _text(self) -> str:
+    def __str__(self) -> str:
         places = [("stage", self.stage), ("action", self.action), ("microbatch", self.microbatch)]
         where = ", ".join(f"{name} {value}" for name, value in places if value is not None)
         who = f"rank {self.rank}" + ("" if self.replica is None else f" of replica {self.replica}")

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.base import Where, nowhere
 from penstock.runtime.transport.failure.blame import Waiting
-from penstock.runtime.transport.failure.peer_failures import after_loss, placed
+from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss, placed
 from penstock.runtime.transport.failure.watch import DECISION_SECONDS, held_weakly
 from penstock.runtime.transport.distributed.transport import DistributedTransport
 
@@ -151,7 +151,7 @@ class AxisLink:
         if watch.verdict is not None:
             return watch.verdict
         if self.size == 2:
-            cause = f"died or left (its connection closed) while {self.word} {self.index} waited in {what}"
+            cause = f"{CONNECTION_CLOSED} while {self.word} {self.index} waited in {what}"
             watch.waiting = None
             return watch.propose(PeerFailure(1 - self.index, cause))
         watch.waiting = Waiting((self.index + 1) % self.size, None, -1, 0.0)  # overdue: all say for whom they wait
@@ -186,7 +186,7 @@ class AxisLink:
             renamed.report = renamed.report.replace("what each rank was doing", f"what each {self.word} was doing")
             renamed.report = renamed.report.replace("\n  rank ", f"\n  {self.word} ")
             renamed.report = re.sub(r"(?m)(, waiting for) rank (?=\d+$)", rf"\1 {self.word} ", renamed.report)
-        return copy(renamed)  # copied again, so that its text is made anew
+        return renamed
 
 
 def _from_backend(error: RuntimeError) -> bool:

@@ -29,6 +29,7 @@ from penstock.parallel.tensor_parallel.spread import SPREAD, KnownMeshes, Spread
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.transport.distributed.transport import DistributedTransport
+from penstock.runtime.transport.failure.peer_failures import STORE_GONE
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -197,8 +198,7 @@ def _store_host(mesh: Any) -> PeerFailure | None:
     if not places:
         return None
     at = dict(zip(mesh.mesh_dim_names, places[0], strict=True))
-    cause = "died or left (the store that it hosts is gone)"
-    return PeerFailure(at.get("pp", 0), cause, replica=at.get("dp", 0), shard=at.get("tp"))
+    return PeerFailure(at.get("pp", 0), STORE_GONE, replica=at.get("dp", 0), shard=at.get("tp"))
 
 
 def _unsharded_parameters(

@@ -25,19 +25,17 @@ from penstock.errors import RunError
 Events = list[tuple[torch.device, "torch.cuda.Event"]]
 
 
-REWRITTEN = "a value was written to after it was handed over; return a copy of it"
-
 
 class Rewritten(RunError):
-    """A value was written to between its sending and its arrival."""
+    """A value was written to between its sending and its arrival; says whose it was, where that is known."""
 
-
-def rewritten(stage: int, microbatch: int) -> RunError:
-    """The same, where it is known what was written to."""
-    return RunError(
-        f"what stage {stage} handed over for microbatch {microbatch} was written to in place before it was read: the "
-        f"stage that made it, or another that reads it too, uses its memory again; return a copy (.clone()) of it"
-    )
+    def __init__(self, stage: int | None = None, microbatch: int | None = None) -> None:
+        super().__init__(
+            "a value was written to after it was handed over; return a copy of it"
+            if stage is None
+            else f"what stage {stage} handed over for microbatch {microbatch} was written to in place before it was read: "
+            f"the stage that made it, or another that reads it too, uses its memory again; return a copy (.clone()) of it"
+        )
 
 
 class Several(NamedTuple):
@@ -101,12 +99,12 @@ def arrive(value: Any, ready: Ready | None, device: torch.device | None) -> Any:
     events = None
     if type(ready) is int:
         if value._version != ready:
-            raise Rewritten(REWRITTEN)
+            raise Rewritten
     elif isinstance(ready, Several):
         events = ready.events
         for tensor, version in zip(ready.tensors, ready.versions, strict=True):
             if version >= 0 and tensor._version != version:
-                raise Rewritten(REWRITTEN)
+                raise Rewritten
     if events is None and device is None:
         return value
     for source, event in events or ():

@@ -20,7 +20,7 @@ from penstock.errors import PeerFailure
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.compiling import LONGEST_SECONDS, has_compiled
-from penstock.runtime.transport.failure.peer_failures import after_loss
+from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.distributed.messages import Transfer
 
@@ -121,7 +121,7 @@ class Transfers:
         """The group's verdict on a failed operation."""
         self.watch.waiting = None
         timed_out = "Timed out waiting" in str(error)
-        cause = f"silent for {self._timeout:g} s" if timed_out else "died or left (its connection closed)"
+        cause = f"silent for {self._timeout:g} s" if timed_out else CONNECTION_CLOSED
         raise copy(self.watch.propose(waiting.blame(self.rank, cause))) from error
 
 

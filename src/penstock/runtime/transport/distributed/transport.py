@@ -54,7 +54,7 @@ from penstock.runtime.transport.distributed.incoming import DistributedIncoming
 from penstock.runtime.transport.distributed.messages import SUBTAGS
 from penstock.runtime.transport.distributed.transfers import Transfers, find_device_backend
 from penstock.runtime.transport.distributed.outgoing import DistributedOutgoing
-from penstock.runtime.transport.handover import rewritten
+from penstock.runtime.transport.handover import Rewritten
 from penstock.runtime.transport.layout.layout import Book
 
 CHANNELS = 0x1FFF  # at most, in one program
@@ -190,7 +190,7 @@ class DistributedTransport(Transport):
             for microbatch in end.flush()
         ]
         if found:
-            raise rewritten(*found[0])
+            raise Rewritten(*found[0])
 
     def exchange(self, value: Any) -> list[Any]:
         self._check_may_exchange()

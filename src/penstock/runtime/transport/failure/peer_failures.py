@@ -11,6 +11,8 @@ from penstock.runtime.transport.channel import Channel
 from penstock.schedule import Action
 
 REBUILD = "the group must be rebuilt"
+CONNECTION_CLOSED = "died or left (its connection closed)"
+STORE_GONE = "died or left (the store that it hosts is gone)"
 
 
 def after_loss(loss: PeerFailure) -> PeerFailure:
@@ -18,7 +20,7 @@ def after_loss(loss: PeerFailure) -> PeerFailure:
     later = copy(loss)
     if REBUILD not in loss.cause:
         later.cause = f"{loss.cause}; {REBUILD}"
-    return copy(later)  # copied again, so that its text is made from the new cause
+    return later
 
 
 def failure_from(text: bytes, peer: int) -> PeerFailure:
@@ -38,7 +40,6 @@ def whole_again(error: BaseException) -> BaseException:
         return error
     named = copy(error)
     named.cause = error.cause.removesuffix(f"; {REBUILD}")
-    named = copy(named)
     named.__cause__ = error.__cause__
     return named
 
@@ -49,7 +50,7 @@ def located(failure: PeerFailure, action: Action | None) -> PeerFailure:
         return failure
     named = copy(failure)
     named.stage, named.action, named.microbatch = action.stage, str(action), action.microbatch
-    return copy(named)  # copied again, so that its text is made with the place
+    return named
 
 
 def placed(failure: PeerFailure, axes: Mapping[str, int]) -> PeerFailure:
@@ -58,14 +59,14 @@ def placed(failure: PeerFailure, axes: Mapping[str, int]) -> PeerFailure:
     for axis, number in axes.items():
         if getattr(named, axis) is None:
             setattr(named, axis, number)
-    return copy(named)  # copied again, so that its text is made anew
+    return named
 
 
 def with_report(failure: PeerFailure, doing: Sequence[str]) -> PeerFailure:
     """The same failure with what each rank was doing."""
     named = copy(failure)
     named.report = "\n".join(["what each rank was doing:", *(f"  rank {rank}: {it}" for rank, it in enumerate(doing))])
-    return copy(named)  # copied again, so that its text is made with the report
+    return named
 
 
 def lost_source(channel: Channel, microbatch: int, cause: str) -> PeerFailure:

@@ -51,7 +51,7 @@ from penstock.runtime.transport.failure.blame import Excused, State, Waiting, di
 from penstock.runtime.transport.failure.bulletin import Bulletin
 from penstock.runtime.transport.compiling import is_compiling
 from penstock.runtime.transport.failure.notes import STRANGER, Alarm, Tampered
-from penstock.runtime.transport.failure.peer_failures import after_loss, placed, with_report
+from penstock.runtime.transport.failure.peer_failures import STORE_GONE, after_loss, placed, with_report
 from penstock.runtime.transport.failure.silence import Marks, Overdue
 
 BEAT_SECONDS = 0.5  # between two looks into the store
@@ -401,7 +401,7 @@ class Watch:
             return None if self.far_host is None else copy(self.far_host)
         if self._store_host == self._rank:
             return None
-        return PeerFailure(self._store_host, "died or left (the store that it hosts is gone)")
+        return PeerFailure(self._store_host, STORE_GONE)
 
     def _after_store(self, gone: float) -> PeerFailure | None:
         """With the store its host is gone. By itself no loss: what is under way at the end of a run may still come."""

@@ -40,7 +40,7 @@ from penstock.errors import MessageError, PeerFailure
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.interrupts import CTRL_C
-from penstock.runtime.transport.failure.peer_failures import after_loss
+from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.layout.layout import Layout
 from penstock.runtime.transport.shared_memory.blocks import InBlock, BlockPool, map_memory
@@ -56,7 +56,6 @@ LAYOUTS = 128  # that each end remembers of the other's
 NO_BLOCK = 0xFFFF_FFFF
 # Most answers come within this; to sleep and be woken costs about as much. Others run meanwhile: each look yields.
 SPIN_SECONDS = 100e-6
-CLOSED = "died or left (its connection closed)"
 SLICE_SECONDS = 0.02  # how long a read sleeps before whoever waits looks around
 _SLICE = struct.pack("ll", 0, int(SLICE_SECONDS * 1e6))
 _CLOEXEC = socket.MSG_CMSG_CLOEXEC  # what user code starts meanwhile gets no descriptor
@@ -293,7 +292,7 @@ class Connections(dict[int, Connection]):
                     pass
             except Gone:
                 if not connection.left:
-                    lost = PeerFailure(connection.peer, f"{CLOSED}, seen by rank {self._rank}")
+                    lost = PeerFailure(connection.peer, f"{CONNECTION_CLOSED}, seen by rank {self._rank}")
                     raise copy(self._watch.propose(lost)) from None
 
     def put_exchange(self, peer: int, step: int, body: bytes) -> None:
@@ -314,7 +313,7 @@ class Connections(dict[int, Connection]):
     def lose(self, waiting: Waiting) -> NoReturn:
         """The group's verdict on a connection that is closed."""
         self._watch.waiting = None
-        raise copy(self._watch.propose(waiting.blame(self._rank, CLOSED))) from None
+        raise copy(self._watch.propose(waiting.blame(self._rank, CONNECTION_CLOSED))) from None
 
     def close(self) -> None:
         for connection in self.values():

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from penstock.errors import PeerFailure
 from penstock.rehearsal.network import Backend, Network, Parcel, Store
 from penstock.rehearsal.virtual_time import RankClock
-from penstock.runtime.transport.channel import Channel, ChannelEnds, Outgoing, QueuedIncoming, wrong_message
+from penstock.runtime.transport.channel import Channel, ChannelEnds, Outgoing, QueuedIncoming, name_message
 from penstock.runtime.transport.distributed.exchange import Exchange
 from penstock.runtime.transport.distributed.transfers import Transfers
 from penstock.runtime.transport.distributed.transport import CHANNELS, DistributedTransport, Member
@@ -66,11 +66,9 @@ class RehearsalIncoming(QueuedIncoming[Message]):
             transfers.wait(self._wire, channel.source_rank, channel, wanted)
         message: Message = self._wire.take()
         if message[:3] != (transfers.exchanges, ordinal, expected):
-            due = f"microbatch {expected}, number {ordinal} of step {transfers.exchanges}"
-            came = f"microbatch {message.microbatch}, number {message.ordinal} of step {message.step}"
-            error = wrong_message(channel, due, came)
-            transfers.abort(PeerFailure(transfers.rank, f"MessageError: {error}", stage=channel.target_stage))
-            raise error
+            due = name_message(expected, ordinal, transfers.exchanges)
+            came = name_message(message.microbatch, message.ordinal, message.step)
+            self._refuse(transfers.abort, expected, due, came)
         return message
 
 
@@ -152,18 +150,13 @@ class RehearsalTransport(DistributedTransport):
         self._exchanger.sockets = Mail(network, self._transfers)
 
     def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
-        transfers, rank = self._transfers, self.rank
-        incoming = {
-            number: RehearsalIncoming(channel, number, self._backend, transfers, self._posted)
-            for number, channel in enumerate(channels)
-            if channel.target_rank == rank
-        }
-        outgoing = {
-            number: RehearsalOutgoing(channel, number, transfers, self._stamp)
-            for number, channel in enumerate(channels)
-            if channel.source_rank == rank
-        }
-        return ChannelEnds(channels, rank, incoming, outgoing)
+        def incoming(number: int, channel: Channel) -> RehearsalIncoming:
+            return RehearsalIncoming(channel, number, self._backend, self._transfers, self._posted)
+
+        def outgoing(number: int, channel: Channel) -> RehearsalOutgoing:
+            return RehearsalOutgoing(channel, number, self._transfers, self._stamp)
+
+        return ChannelEnds.of(channels, self.rank, incoming, outgoing)
 
     def describe_link(self, source: int, target: int) -> str:
         return "a link on virtual time"

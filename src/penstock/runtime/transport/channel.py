@@ -15,9 +15,9 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 from penstock.errors import MessageError, PeerFailure, RunError, UsageError
 from penstock.messages import plain
@@ -81,9 +81,25 @@ class Incoming(ABC):
     def discard(self, microbatch: int) -> PeerFailure | None:
         """Take the message off the wire, posted or not, and drop it; returns the failure if it was one."""
 
+    def _refuse(self, abort: Callable[[PeerFailure], None], microbatch: int, due: str, came: str) -> NoReturn:
+        """Another message came than the due one: the two ranks disagree about the program, and the group ends."""
+        channel = self.channel
+        error = MessageError(
+            f"rank {channel.target_rank} was due {due} on channel {channel} from rank {channel.source_rank}, "
+            f"but {came} came; both ranks must run the same program"
+        )
+        cause = f"MessageError: {error}"
+        abort(PeerFailure(channel.target_rank, cause, stage=channel.target_stage, microbatch=microbatch))
+        raise error
+
     def end_step(self) -> None:
         """Count from 0 again."""
         self.count = 0
+
+
+def name_message(microbatch: int, ordinal: int, step: int) -> str:
+    """Which message of a channel this is, in words."""
+    return f"microbatch {microbatch}, number {ordinal} of step {step}"
 
 
 Message = TypeVar("Message")
@@ -166,6 +182,11 @@ In = TypeVar("In", bound=Incoming)
 Out = TypeVar("Out", bound=Outgoing)
 
 
+def channels_checksum(channels: Sequence[Channel]) -> int:
+    """A number that stands for all channels of a program, the same on every rank."""
+    return zlib.crc32(repr(channels).encode())
+
+
 class ChannelEnds(Generic[In, Out]):
     """The ends of one program's channels that live on one rank, by the number of their channel."""
 
@@ -177,10 +198,27 @@ class ChannelEnds(Generic[In, Out]):
         outgoing: Mapping[int, Out] | None = None,
     ) -> None:
         self.channels = channels
-        self.channels_checksum = zlib.crc32(repr(channels).encode())  # of the whole program, the same on every rank
+        self.channels_checksum = channels_checksum(channels)
         self.rank = rank
         self.incoming: Mapping[int, In] = incoming or {}
         self.outgoing: Mapping[int, Out] = outgoing or {}
+
+    @classmethod
+    def of(
+        cls,
+        channels: Sequence[Channel],
+        rank: int,
+        make_incoming: Callable[[int, Channel], In],
+        make_outgoing: Callable[[int, Channel], Out],
+    ) -> ChannelEnds[In, Out]:
+        """The ends on this rank, each made from the number of its channel and the channel."""
+        numbered = list(enumerate(channels))
+        return cls(
+            channels,
+            rank,
+            {number: make_incoming(number, each) for number, each in numbered if each.target_rank == rank},
+            {number: make_outgoing(number, each) for number, each in numbered if each.source_rank == rank},
+        )
 
     def receiving(self, channel_number: int) -> In:
         """The receiving end of that channel."""
@@ -231,14 +269,6 @@ class ChannelEnds(Generic[In, Out]):
             if end.posted:
                 waiting = ", ".join(map(end.channel.receive_action, end.posted))
                 raise UsageError(f"{call} while {waiting} is posted; receive or discard it first")
-
-
-def wrong_message(channel: Channel, due: str, came: str) -> MessageError:
-    """What was due and what came: the two ranks disagree about the program."""
-    return MessageError(
-        f"rank {channel.target_rank} was due {due} on channel {channel} from rank {channel.source_rank}, "
-        f"but {came} came; both ranks must run the same program"
-    )
 
 
 def check_channels(channels: Sequence[Channel], ranks: int) -> tuple[Channel, ...]:

@@ -33,7 +33,6 @@ from penstock.runtime.transport.channel import (
     Outgoing,
     QueuedIncoming,
     check_channels,
-    wrong_message,
 )
 from penstock.runtime.transport.compiling import last_compiled
 from penstock.runtime.transport.failure.peer_failures import located, lost_source, lost_target, with_report
@@ -168,7 +167,8 @@ class ThreadIncoming(QueuedIncoming[ThreadMessage]):
     def _next(self, expected: int, ordinal: int, wanted: int) -> ThreadMessage:
         message: ThreadMessage = self._transport.wait_for(self._wire.messages, self.channel.source_rank, self.channel, wanted)
         if message.microbatch != expected or message.step != self._transport.step:
-            self._transport.refuse(self.channel, expected, message)
+            due, came = f"step {self._transport.step} microbatch {expected}", f"step {message.step} microbatch {message.microbatch}"
+            self._refuse(self._transport.abort, expected, due, came)
         return message
 
 
@@ -247,12 +247,11 @@ class ThreadTransport(Transport):
         self.ends.check_idle("open()")
         wires = self._board.open(self.rank, self._turn, checked)
         self._turn += 1
-        both = list(enumerate(zip(checked, wires, strict=True)))
-        self.ends = ChannelEnds(
+        self.ends = ChannelEnds.of(
             checked,
             self.rank,
-            {i: ThreadIncoming(channel, wire, self) for i, (channel, wire) in both if channel.target_rank == self.rank},
-            {i: ThreadOutgoing(channel, wire, self) for i, (channel, wire) in both if channel.source_rank == self.rank},
+            lambda number, channel: ThreadIncoming(channel, wires[number], self),
+            lambda number, channel: ThreadOutgoing(channel, wires[number], self),
         )
 
     def describe_link(self, source: int, target: int) -> str:
@@ -298,13 +297,6 @@ class ThreadTransport(Transport):
         else:
             failure = (lost_source if channel.source_rank == peer else lost_target)(channel, microbatch, cause)
         return failure if closed else located(failure, self._board.where[failure.rank]())
-
-    def refuse(self, channel: Channel, expected: int, message: ThreadMessage) -> NoReturn:
-        """Another message came than the one that is due."""
-        due = f"step {self.step} microbatch {expected}"
-        error = wrong_message(channel, due, f"step {message.step} microbatch {message.microbatch}")
-        self.abort(PeerFailure(self.rank, f"MessageError: {error}", stage=channel.target_stage, microbatch=expected))
-        raise error
 
     def flush(self) -> None:
         """Nothing to do: what was sent is in the receiver's hands."""

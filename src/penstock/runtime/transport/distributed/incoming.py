@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.errors import MessageError, PeerFailure
 from penstock.messages.secret import has_secret
-from penstock.runtime.transport.channel import Channel, Incoming, wrong_message
+from penstock.runtime.transport.channel import Channel, Incoming, name_message
 from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.failure.peer_failures import failure_from
 from penstock.runtime.transport.distributed.messages import (
@@ -128,10 +128,9 @@ class DistributedIncoming(Incoming):
         text = describe(came)
         if came[4:] == due[4:]:
             text = f"{text} in another layout (checksum {came.checksum:#x}, not {due.checksum:#x})"
-        error = wrong_message(self.channel, f"microbatch {due.microbatch}, number {due.ordinal} of step {due.step}", text)
-        transfers = self._transfers
-        transfers.abort(PeerFailure(transfers.rank, f"MessageError: {error}", stage=self.channel.target_stage))
-        raise error
+        self._refuse(
+            self._transfers.abort, due.microbatch, name_message(due.microbatch, due.ordinal, due.step), text
+        )
 
     def _take_changed(self, microbatch: int, header: Header) -> Any:
         body = self._follow(microbatch, header)

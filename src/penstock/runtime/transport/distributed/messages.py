@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.runtime.transport.channel import Channel
+from penstock.runtime.transport.channel import Channel, name_message
 from penstock.runtime.transport.layout.layout import Frame, Layout
 from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 
@@ -69,7 +69,7 @@ def describe(header: Header) -> str:
     if header.magic != MAGIC:
         return f"something that is no message of Penstock (it begins with {header.magic:#010x})"
     channel = Channel(header.source_stage, header.target_stage, "F" if header.direction == ord("F") else "B", -1, -1)
-    return f"{channel}, microbatch {header.microbatch}, number {header.ordinal} of step {header.step}"
+    return f"{channel}, {name_message(header.microbatch, header.ordinal, header.step)}"
 
 
 class Transfer(NamedTuple):

@@ -160,19 +160,16 @@ class DistributedTransport(Transport):
 
     def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
         """The ends of these channels on this rank."""
-        return ChannelEnds(
-            channels,
-            self.rank,
-            {i: self._incoming(channel, tag, i) for i, channel in enumerate(channels) if channel.target_rank == self.rank},
-            {i: self._outgoing(channel, tag, i) for i, channel in enumerate(channels) if channel.source_rank == self.rank},
+        return ChannelEnds.of(
+            channels, self.rank, partial(self._make_incoming, tag), partial(self._make_outgoing, tag, self._max_sends)
         )
 
-    def _incoming(self, channel: Channel, tag: int, number: int) -> DistributedIncoming:
+    def _make_incoming(self, tag: int, number: int, channel: Channel) -> DistributedIncoming:
         return DistributedIncoming(channel, tag + number * SUBTAGS, self._transfers, self._book, self.device)
 
-    def _outgoing(self, channel: Channel, tag: int, number: int, max_sends: int | None = None) -> DistributedOutgoing:
-        most = self._max_sends if max_sends is None else max_sends
-        return DistributedOutgoing(channel, tag + number * SUBTAGS, self._transfers, self._book, self.device, most)
+    def _make_outgoing(self, tag: int, max_sends: int, number: int, channel: Channel) -> DistributedOutgoing:
+        place = tag + number * SUBTAGS
+        return DistributedOutgoing(channel, place, self._transfers, self._book, self.device, max_sends)
 
     def _make_bell(self) -> Bell | None:
         """What wakes the watches of other ranks, where something can."""

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from penstock.errors import PeerFailure
 from penstock.messages import plain
-from penstock.runtime.transport.channel import Outgoing, QueuedIncoming, wrong_message
+from penstock.runtime.transport.channel import Outgoing, QueuedIncoming, name_message
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.failure.peer_failures import failure_from
@@ -120,21 +120,18 @@ class SharedIncoming(QueuedIncoming[Filed]):
             or fields[STEP] != self._transfers.exchanges
             or (layout is not None and layout.checksum != fields[CHECKSUM])
         ):
-            self._refuse(expected, ordinal, filed)
+            self._refuse_filed(expected, ordinal, filed)
         if fields[KIND] == THROUGH_DISTRIBUTED:
             self._distributed.post(expected)
         return filed
 
-    def _refuse(self, expected: int, ordinal: int, filed: Filed) -> NoReturn:
+    def _refuse_filed(self, expected: int, ordinal: int, filed: Filed) -> NoReturn:
         fields, layout = filed
-        due = f"microbatch {expected}, number {ordinal} of step {self._transfers.exchanges}"
-        text = f"microbatch {fields[MICROBATCH]}, number {fields[ORDINAL]} of step {fields[STEP]}"
+        text = name_message(fields[MICROBATCH], fields[ORDINAL], fields[STEP])
         if layout is not None and layout.checksum != fields[CHECKSUM]:
             text += f" in another layout (checksum {fields[CHECKSUM]:#x}, not {layout.checksum:#x})"
-        error = wrong_message(self.channel, due, text)
-        failure = PeerFailure(self._transfers.rank, f"MessageError: {error}", stage=self.channel.target_stage)
-        self._transfers.abort(failure)
-        raise error
+        due = name_message(expected, ordinal, self._transfers.exchanges)
+        self._refuse(self._transfers.abort, expected, due, text)
 
     def end_step(self) -> None:
         self.count = self._distributed.count = 0

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import PeerFailure, UsageError
-from penstock.runtime.transport.channel import Channel, ChannelEnds
+from penstock.runtime.transport.channel import Channel, ChannelEnds, Incoming, Outgoing, channels_checksum
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import after_loss
@@ -99,24 +99,28 @@ class SharedMemoryTransport(DistributedTransport):
 
     def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
         self._connect(channels)
-        ends = super()._make_ends(channels, tag)
+        checksum = channels_checksum(channels)
         words: dict[int, memoryview] = {}  # by peer
-        incoming, outgoing = dict(ends.incoming), dict(ends.outgoing)
-        for number, channel in enumerate(channels):
-            key, place = ends.channels_checksum << 16 | number, number + 1
-            peer = channel.source_rank if number in incoming else channel.target_rank
+
+        def incoming(number: int, channel: Channel) -> Incoming:
+            end, peer = self._make_incoming(tag, number, channel), channel.source_rank
             if peer not in self._connections:
-                continue
-            common = self._connections, self._transfers, key
-            if number in incoming:
-                if peer not in words:
-                    words[peer] = share_posts(self._connections[peer], ends.channels_checksum, len(channels) + 1)
-                incoming[number] = SharedIncoming(ends.incoming[number], *common, words[peer], place)
-            elif number in outgoing:
-                # gloo's receive of a message that takes that way is posted where it is announced: no send may wait
-                through_distributed = self._outgoing(channel, tag, number, max_sends=ANY_NUMBER)
-                outgoing[number] = SharedOutgoing(through_distributed, *common, ends.channels_checksum, place, self._max_sends)
-        return ChannelEnds(channels, self.rank, incoming, outgoing)
+                return end
+            if peer not in words:
+                words[peer] = share_posts(self._connections[peer], checksum, len(channels) + 1)
+            key = checksum << 16 | number
+            return SharedIncoming(end, self._connections, self._transfers, key, words[peer], number + 1)
+
+        def outgoing(number: int, channel: Channel) -> Outgoing:
+            if channel.target_rank not in self._connections:
+                return self._make_outgoing(tag, self._max_sends, number, channel)
+            # The receive of a message that takes that way is posted where it is announced: no send may wait.
+            end, key = self._make_outgoing(tag, ANY_NUMBER, number, channel), checksum << 16 | number
+            return SharedOutgoing(
+                end, self._connections, self._transfers, key, checksum, number + 1, ahead=self._max_sends
+            )
+
+        return ChannelEnds.of(channels, self.rank, incoming, outgoing)
 
     def _join(self, peer: int) -> None:
         reason = self._meeting.mine.apart(self._meeting.address_of(peer))

@@ -37,7 +37,7 @@ class Outcome:
 
 
 def run(kind: str, scenario: Any, ranks: int = 2, timeout: float = TIMEOUT, **options: Any) -> list[Outcome]:
-    """The outcomes by rank. `kind`: "threads", "threads-0" (nothing buffered), "distributed", "shared"; "-tcp": its store."""
+    """The outcomes by rank. `kind` is one of `KINDS` ("threads-0": nothing is buffered); "-tcp" after it: its store."""
     if kind.startswith("threads"):
         return _run_threads(scenario, ranks, timeout, 0 if kind.endswith("-0") else None, options)
     return _run_processes(kind, scenario, ranks, timeout, options)

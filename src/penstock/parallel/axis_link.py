@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.base import Where, nowhere
-from penstock.runtime.transport.failure.blame import Waiting
-from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss, placed
-from penstock.runtime.transport.failure.watch import DECISION_SECONDS, held_weakly
 from penstock.runtime.transport.distributed.transport import DistributedTransport
+from penstock.runtime.transport.failure.blame import Waiting
+from penstock.runtime.transport.failure.own_state import held_weakly
+from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss, placed
 
 LATER_SECONDS = 6.0  # a pipeline finds out for itself first which of its ranks is silent
 SOON_SECONDS = 2.0  # by which the backend may be later where nobody else looks at a wait
@@ -47,8 +47,8 @@ class AxisLink:
         self.word = word
         self._inside = ""  # what this rank waits in, in words
         self._timeout = timeout + LATER_SECONDS
-        self._transport = DistributedTransport(group, self._timeout)
-        self._watch = self._transport.watch
+        self.transport = DistributedTransport(group, self._timeout)
+        self._watch = self.transport.watch
         self._watch_pipeline()
         # of waits that nobody else looks at, the backend's own timeout is the only one
         limit = timeout + SOON_SECONDS if unseen else self._timeout + SLACK_SECONDS
@@ -77,12 +77,12 @@ class AxisLink:
             here = link()
             return doing() + (f", in {here._inside}" if here is not None and here._inside else "")
 
-        self._transport.describe_by(report, where)
+        self.transport.describe_by(report, where)
 
     @property
     def broken(self) -> PeerFailure | None:
         """What ended this link, if something has."""
-        found = self._transport.broken
+        found = self.transport.broken
         return None if found is None else self._renamed(found)
 
     def exchange(self, value: Any) -> list[Any]:
@@ -91,22 +91,22 @@ class AxisLink:
 
     def all_gather(self, call: str, value: Any) -> list[Any]:
         """What every member says in this call, which all must make."""
-        before, self._inside, self._transport.call = self._inside, call, call
+        before, self._inside, self.transport.call = self._inside, call, call
         try:
             with self._pipeline.in_other_group(self.abort):
-                return self._transport.exchange(value)
+                return self.transport.exchange(value)
         except PeerFailure as failure:
             self.abort(failure)  # members that do different things: none of their collectives would meet again
             raise self._lost(failure) from None
         finally:
-            self._inside, self._transport.call = before, ""
+            self._inside, self.transport.call = before, ""
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """A context around anything that waits for all members; where it cannot end well, a named failure ends it."""
         watch = self._watch
         before, watch.waiting = watch.waiting, Waiting((self.index + 1) % self.size, None, -1, monotonic())
-        inside, self._inside, self._transport.call = self._inside, what, self._pipeline.call
+        inside, self._inside, self.transport.call = self._inside, what, self._pipeline.call
         try:
             if watch.verdict is not None:
                 raise after_loss(watch.verdict)
@@ -119,12 +119,12 @@ class AxisLink:
                 raise
             raise self._lost(self._verdict(what)) from error
         finally:
-            watch.waiting, self._inside, self._transport.call = before, inside, ""
+            watch.waiting, self._inside, self.transport.call = before, inside, ""
 
     @contextmanager
     def inside(self) -> Iterator[None]:
         """A context around code that may wait for all members anywhere: it is freed when the group is lost."""
-        with self._transport.in_other_group(self._collapse), self._pipeline.in_other_group(self.abort):
+        with self.transport.in_other_group(self._collapse), self._pipeline.in_other_group(self.abort):
             yield
 
     def _collapse(self, verdict: PeerFailure) -> None:
@@ -154,10 +154,8 @@ class AxisLink:
             cause = f"{CONNECTION_CLOSED} while {self.word} {self.index} waited in {what}"
             watch.waiting = None
             return watch.propose(PeerFailure(1 - self.index, cause))
-        watch.waiting = Waiting((self.index + 1) % self.size, None, -1, 0.0)  # overdue: all say for whom they wait
-        watch._wake.set()
-        watch._decided.wait(2 * DECISION_SECONDS)
-        return watch.verdict or PeerFailure(self.index, f"a {self.word} was lost in {what}; nobody could say which")
+        found = watch.find_culprit((self.index + 1) % self.size)
+        return found or PeerFailure(self.index, f"a {self.word} was lost in {what}; nobody could say which")
 
     def wait(self, work: Any, what: str) -> None:
         with self.waiting(what):
@@ -165,15 +163,15 @@ class AxisLink:
 
     def abort(self, failure: PeerFailure) -> None:
         """This rank cannot go on: all members shall leave with this failure."""
-        if self._transport.broken is None:
-            self._transport.abort(self.named(failure))
+        if self.transport.broken is None:
+            self.transport.abort(self.named(failure))
 
     def named(self, failure: PeerFailure) -> PeerFailure:
         """A failure of this rank or its pipeline, as others on this axis know it."""
         return placed(failure, {self.word: self.index})
 
     def close(self) -> None:
-        self._transport.close()
+        self.transport.close()
 
     def _renamed(self, failure: PeerFailure) -> PeerFailure:
         """A failure of the group, in the words of the pipeline."""

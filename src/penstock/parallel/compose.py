@@ -160,7 +160,7 @@ def _linked(pipe: Pipeline, executor: Executor, composition: Composition) -> dic
     transport.name_axes(**{link.word: link.index for link in links.values()})
     host = _store_host(axes.mesh)
     if host is not None:
-        for one in (transport, *(link._transport for link in links.values())):
+        for one in (transport, *(link.transport for link in links.values())):
             one.name_far_host(host)
     for link in links.values():
         link.describe_by(executor.progress, executor.where)

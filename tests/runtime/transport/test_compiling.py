@@ -13,8 +13,8 @@ import torch
 from transport_harness import run, values
 
 from penstock.errors import PeerFailure
-from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport import compiling
+from penstock.runtime.transport.channel import Channel
 
 CHANNELS = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0)]
 

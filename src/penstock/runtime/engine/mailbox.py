@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from penstock.errors import PeerFailure, RunError
 from penstock.runtime.transport import Channel, Transport
 from penstock.runtime.transport.channel import ChannelEnds, Incoming, Outgoing
-from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.runtime.transport.handover import Rewritten, arrive, share
+from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.schedule import Link, Placement, Topology, links
 from penstock.schedule.action import Action, Op
 

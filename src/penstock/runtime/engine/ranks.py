@@ -42,8 +42,8 @@ from penstock.runtime.state.randomness import (
 from penstock.runtime.state.transaction import Transaction
 from penstock.runtime.transport import ThreadTransport, Transport
 from penstock.runtime.transport.compiling import may_compile
-from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.runtime.transport.failure.peer_failures import whole_again
+from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.schedule import Placement, Schedule
 
 GENERATOR_LOCK = GeneratorLock()  # torch has one generator in a process, so there is one of these

@@ -239,7 +239,9 @@ class ChannelEnds(Generic[In, Out]):
             return UsageError(f"channel {channel_number} is not open; {len(self.channels)} are")
         channel = self.channels[channel_number]
         ends = f"rank {channel.source_rank} to {channel.target_rank}"
-        return UsageError(f"rank {self.rank} cannot {wanted} on channel {channel_number} ({channel}), which goes from {ends}")
+        return UsageError(
+            f"rank {self.rank} cannot {wanted} on channel {channel_number} ({channel}), which goes from {ends}"
+        )
 
     def counts(self) -> dict[int, int]:
         """How many messages of each channel this rank has sent, or has taken, in this step."""

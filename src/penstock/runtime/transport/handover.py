@@ -25,16 +25,16 @@ from penstock.errors import RunError
 Events = list[tuple[torch.device, "torch.cuda.Event"]]
 
 
-
 class Rewritten(RunError):
     """A value was written to between its sending and its arrival; says whose it was, where that is known."""
 
     def __init__(self, stage: int | None = None, microbatch: int | None = None) -> None:
+        if stage is None:
+            super().__init__("a value was written to after it was handed over; return a copy of it")
+            return
         super().__init__(
-            "a value was written to after it was handed over; return a copy of it"
-            if stage is None
-            else f"what stage {stage} handed over for microbatch {microbatch} was written to in place before it was read: "
-            f"the stage that made it, or another that reads it too, uses its memory again; return a copy (.clone()) of it"
+            f"what stage {stage} handed over for microbatch {microbatch} was written to in place before it was read: the "
+            f"stage that made it, or another that reads it too, uses its memory again; return a copy (.clone()) of it"
         )
 
 

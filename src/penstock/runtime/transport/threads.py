@@ -9,9 +9,8 @@ there is, and the one for which `verify` proves programs.
 
 Ranks of one process can see each other, so failure needs no wire: the group shares a board,
 and `abort` writes the failure there and wakes every waiter at once by an item in each queue.
-On a timeout the board also says who waits for whom, and the blame goes to the rank at the end
-of that chain rather than to the neighbour, which may be waiting as well. Where somebody in the
-chain has moved on within the timeout, as in a pipeline that takes longer to fill, nobody is yet.
+On a timeout the board also says who waits for whom, and who is to blame follows from that as it
+does between processes (`failure/blame`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,7 +34,8 @@ from penstock.runtime.transport.channel import (
     check_channels,
 )
 from penstock.runtime.transport.compiling import last_compiled
-from penstock.runtime.transport.failure.peer_failures import located, lost_source, lost_target, with_report
+from penstock.runtime.transport.failure.blame import Excused, State, Waiting, judge
+from penstock.runtime.transport.failure.peer_failures import with_report
 from penstock.runtime.transport.handover import Ready, arrive, share
 
 LOOKS_PER_TIMEOUT = 10  # at whether those who are waited for move on
@@ -48,6 +48,15 @@ class ThreadMessage(NamedTuple):
     value: Any
     ready: Ready | None
     failure: PeerFailure | None
+
+
+class WaitingElsewhere(Waiting):
+    """A wait for another rank that is not for a message of it."""
+
+    __slots__ = ()
+
+    def blame(self, rank: int, cause: str) -> PeerFailure:
+        return PeerFailure(self.peer, f"{cause} while rank {rank} waited for it")
 
 
 class ThreadLink:
@@ -75,7 +84,7 @@ class Board:
         self.news: list[PeerFailure] = []
         self.doing: list[Callable[[], str]] = [lambda: "nothing known"] * ranks
         self.where: list[Where] = [nowhere] * ranks
-        self.places: list[tuple[str, float]] = [("", 0.0)] * ranks  # what each rank was doing, and since when
+        self.seen: list[tuple[Any, float]] = [(None, 0.0)] * ranks  # what each rank was seen doing, and since when
         self.clear()
 
     def clear(self) -> None:
@@ -84,7 +93,7 @@ class Board:
         self.news.clear()
         self.opened: dict[int, tuple[tuple[Channel, ...], set[int]]] = {}  # by turn, and the ranks that have yet to
         self.wires: dict[tuple[Channel, ...], list[ThreadLink]] = {}
-        self.waiting: list[int | None] = [None] * self.ranks  # for whom each rank waits
+        self.waiting: list[Waiting | None] = [None] * self.ranks
         self.mail: list[list[SimpleQueue[Any]]] = [
             [SimpleQueue() for _ in range(self.ranks)] for _ in range(self.ranks)
         ]
@@ -119,27 +128,20 @@ class Board:
 
     def report(self) -> list[str]:
         """What each rank is doing now, in words."""
-        waits = ["" if peer is None else f", waiting for rank {peer}" for peer in self.waiting]
+        waits = ["" if waiting is None else f", waiting for rank {waiting.peer}" for waiting in self.waiting]
         return [doing() + wait for doing, wait in zip(self.doing, waits, strict=True)]
 
-    def still(self, rank: int) -> float:
-        """How long everybody for whom this rank waits, one through the other, has been seen doing the same."""
-        now = monotonic()
-        others = set(self.chain(rank)[1:])
-        for other in others:
-            doing = f"{self.doing[other]()}, waiting for {self.waiting[other]}"
-            if doing != self.places[other][0]:
-                self.places[other] = doing, now
-        return min((now - self.places[other][1] for other in others), default=now)
-
-    def chain(self, rank: int) -> list[int]:
-        """This rank, the rank it waits for, the rank that one waits for, and so on."""
-        path = [rank]
-        while (following := self.waiting[path[-1]]) is not None:
-            path.append(following)
-            if following in path[:-1]:
-                break
-        return path
+    def states(self) -> dict[int, State]:
+        """What each rank is doing now, and for how long it has been seen doing that."""
+        now, found = monotonic(), {}
+        for rank, waiting in enumerate(self.waiting):
+            doing = self.doing[rank]()
+            current = doing, None if waiting is None else waiting.peer
+            if current != self.seen[rank][0]:
+                self.seen[rank] = current, now
+            unchanged = now - self.seen[rank][1]
+            found[rank] = State(waiting, doing, self.where[rank](), seconds_unchanged=unchanged)
+        return found
 
 
 class ThreadIncoming(QueuedIncoming[ThreadMessage]):
@@ -165,9 +167,14 @@ class ThreadIncoming(QueuedIncoming[ThreadMessage]):
         return self._take(microbatch).failure
 
     def _next(self, expected: int, ordinal: int, wanted: int) -> ThreadMessage:
-        message: ThreadMessage = self._transport.wait_for(self._wire.messages, self.channel.source_rank, self.channel, wanted)
+        message: ThreadMessage = self._transport.wait_for(
+            self._wire.messages, self.channel.source_rank, self.channel, wanted
+        )
         if message.microbatch != expected or message.step != self._transport.step:
-            due, came = f"step {self._transport.step} microbatch {expected}", f"step {message.step} microbatch {message.microbatch}"
+            due, came = (
+                f"step {self._transport.step} microbatch {expected}",
+                f"step {message.step} microbatch {message.microbatch}",
+            )
             self._refuse(self._transport.abort, expected, due, came)
         return message
 
@@ -265,38 +272,27 @@ class ThreadTransport(Transport):
     def wait_for(self, queue: SimpleQueue[Any], peer: int, channel: Channel | None, microbatch: int) -> Any:
         """The next item of the queue, or the blame for there being none; `None` or `False` wake whoever waits."""
         self.check_not_broken()
-        waiting = self._board.waiting
-        waiting[self.rank] = peer
-        look = self.timeout / LOOKS_PER_TIMEOUT
-        begin = monotonic()
+        waits = self._board.waiting
+        waits[self.rank] = waiting = Waiting(peer, channel, microbatch, monotonic())
         try:
             while True:
                 try:
-                    item = queue.get(True, look)
+                    item = queue.get(True, self.timeout / LOOKS_PER_TIMEOUT)
                     break
                 except Empty:
-                    still = self._board.still(self.rank)
-                    waited = monotonic() - max(begin, last_compiled())
-                    if waited >= self.timeout and still >= self.timeout - 2 * look:
-                        raise copy(self._board.abort(self._blame(peer, channel, microbatch))) from None
+                    found = self._judge(waiting)
+                    waited = monotonic() - max(waiting.since, last_compiled())
+                    if waited >= self.timeout and isinstance(found, PeerFailure):
+                        raise copy(self._board.abort(found)) from None
         finally:
-            waiting[self.rank] = None
+            waits[self.rank] = None
         if not item:
             self._check_not_broken()
         return item
 
-    def _blame(self, peer: int, channel: Channel | None, microbatch: int) -> PeerFailure:
-        path = self._board.chain(self.rank)
-        story = " waits for ".join(f"rank {rank}" for rank in path)
-        closed = len(set(path)) < len(path)
-        cause = f"deadlock for {self.timeout:g} s ({story})" if closed else f"silent for {self.timeout:g} s"
-        if len(path) > 2 and not closed:
-            failure = PeerFailure(path[-1], f"{cause} ({story})")
-        elif channel is None:
-            failure = PeerFailure(peer, f"{cause} while rank {self.rank} waited for it")
-        else:
-            failure = (lost_source if channel.source_rank == peer else lost_target)(channel, microbatch, cause)
-        return failure if closed else located(failure, self._board.where[failure.rank]())
+    def _judge(self, waiting: Waiting) -> PeerFailure | Excused:
+        """Who is to blame for this wait, if everybody in the chain of waits has stood still for the timeout."""
+        return judge(self.rank, waiting, self._board.states(), self.timeout, self.timeout / LOOKS_PER_TIMEOUT)
 
     def flush(self) -> None:
         """Nothing to do: what was sent is in the receiver's hands."""
@@ -321,11 +317,14 @@ class ThreadTransport(Transport):
 
     def waits_elsewhere(self, peer: int | None, seconds: float) -> None:
         """This rank waits for another by other means than a message: see whether that is still worth it."""
-        self._board.waiting[self.rank] = peer
-        if peer is not None:
-            self._check_not_broken()
-            if min(seconds, monotonic() - last_compiled()) > self.timeout:
-                raise copy(self._board.abort(self._blame(peer, None, -1)))
+        if peer is None:
+            self._board.waiting[self.rank] = None
+            return
+        waiting = self._board.waiting[self.rank] = WaitingElsewhere(peer, None, -1, monotonic() - seconds)
+        self._check_not_broken()
+        found = self._judge(waiting)
+        if min(seconds, monotonic() - last_compiled()) > self.timeout and isinstance(found, PeerFailure):
+            raise copy(self._board.abort(found))
 
     def announce(self, failure: PeerFailure) -> None:
         if self.ranks > 1:

@@ -59,7 +59,17 @@ def count_calls(transport: Any) -> list[int]:
 def test_a_message_that_looks_as_in_the_step_before_is_one_message_and_one_more_a_large_tensor() -> None:
     new, ragged, same = 6, 4, 3  # of three messages: all new; the last one new; none new
     ends = 3  # after each new one that is large
-    assert values(run("distributed", count_calls))[0] == [new, same, ragged, same, new + ends, 6, 6 + 3 + ends, 9, 6 + 6]
+    assert values(run("distributed", count_calls))[0] == [
+        new,
+        same,
+        ragged,
+        same,
+        new + ends,
+        6,
+        6 + 3 + ends,
+        9,
+        6 + 6,
+    ]
 
 
 def writes_after_sending(transport: Any) -> list[str]:

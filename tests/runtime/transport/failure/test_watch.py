@@ -61,7 +61,15 @@ def living(outcomes: list[Outcome], victim: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("victim", "kind"),
     mostly_slow(
-        [(0, "distributed"), (1, "distributed-tcp"), (2, "distributed"), (2, "distributed-tcp"), (0, "shared"), (1, "shared"), (2, "shared-tcp")],
+        [
+            (0, "distributed"),
+            (1, "distributed-tcp"),
+            (2, "distributed"),
+            (2, "distributed-tcp"),
+            (0, "shared"),
+            (1, "shared"),
+            (2, "shared-tcp"),
+        ],
         (2, "distributed-tcp"),
         (0, "shared"),
     ),
@@ -78,7 +86,11 @@ def test_a_rank_that_is_killed_is_named_by_all_others_at_once(victim: int, kind:
 
 @pytest.mark.parametrize(
     ("victim", "kind"),
-    mostly_slow([(2, "distributed-tcp"), (1, "distributed"), (1, "shared"), (2, "shared-tcp")], (1, "distributed"), (2, "shared-tcp")),
+    mostly_slow(
+        [(2, "distributed-tcp"), (1, "distributed"), (1, "shared"), (2, "shared-tcp")],
+        (1, "distributed"),
+        (2, "shared-tcp"),
+    ),
 )
 def test_a_rank_that_is_stopped_is_named_by_all_others_after_the_timeout(victim: int, kind: str) -> None:
     outcomes = run(kind, loses_a_rank, ranks=3, timeout=4.0, victim=victim, how=signal.SIGSTOP)

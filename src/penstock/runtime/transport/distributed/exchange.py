@@ -25,8 +25,8 @@ from torch import Tensor
 from penstock.errors import MessageError, UsageError
 from penstock.messages import plain
 from penstock.runtime.transport.channel import ChannelEnds
-from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.distributed.transfers import Transfers
+from penstock.runtime.transport.interrupts import uninterrupted
 
 FRAME_BYTES = 16 * 1024  # the entries of some dozens of ranks: what fits is taken without the receiver's help
 _HEAD = struct.Struct("<IIQQ")  # magic, spare, step, bytes of the body
@@ -39,7 +39,9 @@ class ExchangeEntry(NamedTuple):
     """What one rank says: which channels it has open, its counts for all channels of this step, call and value."""
 
     channels_checksum: int
-    counts: dict[int, dict[int, int]]  # by checksum and number of the channel: messages that this end of the channel has moved
+    counts: dict[
+        int, dict[int, int]
+    ]  # by checksum and number of the channel: messages that this end of the channel has moved
     call: str
     value: bytes
 
@@ -188,7 +190,9 @@ class Exchange:
         if magic != _MAGIC or its_step != step:
             raise MessageError(self._other_step(peer, step, its_step))
         if size > plain.MESSAGE_BYTES:
-            raise MessageError(f"rank {peer} announces a report of {size} bytes; at most {plain.MESSAGE_BYTES} are read")
+            raise MessageError(
+                f"rank {peer} announces a report of {size} bytes; at most {plain.MESSAGE_BYTES} are read"
+            )
         if size <= _ROOM:
             return ctypes.string_at(frame.data_ptr() + _HEAD.size, size)
         rest = torch.empty(size, dtype=torch.uint8)

@@ -11,8 +11,6 @@ from torch import Tensor
 from penstock.errors import MessageError, PeerFailure
 from penstock.messages.secret import has_secret
 from penstock.runtime.transport.channel import Channel, Incoming, name_message
-from penstock.runtime.transport.interrupts import uninterrupted
-from penstock.runtime.transport.failure.peer_failures import failure_from
 from penstock.runtime.transport.distributed.messages import (
     CHANGED,
     DATA,
@@ -22,12 +20,14 @@ from penstock.runtime.transport.distributed.messages import (
     WHOLE_BYTES,
     ExpectedLayouts,
     Header,
-    Transfer,
     Pending,
+    Transfer,
     describe,
     read_header,
 )
 from penstock.runtime.transport.distributed.transfers import Transfers
+from penstock.runtime.transport.failure.peer_failures import failure_from
+from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.layout.layout import Book, Layout
 from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 
@@ -128,9 +128,7 @@ class DistributedIncoming(Incoming):
         text = describe(came)
         if came[4:] == due[4:]:
             text = f"{text} in another layout (checksum {came.checksum:#x}, not {due.checksum:#x})"
-        self._refuse(
-            self._transfers.abort, due.microbatch, name_message(due.microbatch, due.ordinal, due.step), text
-        )
+        self._refuse(self._transfers.abort, due.microbatch, name_message(due.microbatch, due.ordinal, due.step), text)
 
     def _take_changed(self, microbatch: int, header: Header) -> Any:
         body = self._follow(microbatch, header)

@@ -99,8 +99,8 @@ class Pending(NamedTuple):
 class UnderWay(NamedTuple):
     """A send that nobody has waited for yet, with all that must stay alive until then.
 
-    `work` is of what leaves last, `earlier` are the tensors that left before it. `watched`: tensors that leave from their
-    own memory, and the versions that they must have until they have left.
+    `work` is of what leaves last, `earlier` are the tensors that left before it. `watched`: tensors that leave from
+    their own memory, and the versions that they must have until they have left.
     """
 
     microbatch: int

@@ -18,13 +18,15 @@ from torch import Tensor
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.channel import Channel
-from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.compiling import LONGEST_SECONDS, has_compiled
+from penstock.runtime.transport.distributed.messages import Transfer
+from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss
 from penstock.runtime.transport.failure.watch import Watch
-from penstock.runtime.transport.distributed.messages import Transfer
 
-SLACK_SECONDS = 10.0  # gloo's own timeout comes this much later than ours: it is the last resort, where the watch ends nothing
+SLACK_SECONDS = (
+    10.0  # gloo's own timeout comes this much later than ours: it is the last resort, where the watch ends nothing
+)
 
 
 class Transfers:
@@ -39,7 +41,9 @@ class Transfers:
         self._now = watch.clock.now
         self._timeout = timeout
         self._short = timedelta(seconds=timeout + SLACK_SECONDS)
-        self._of_a_receive = timedelta(seconds=timeout + SLACK_SECONDS + LONGEST_SECONDS)  # as long as other ranks go on
+        self._of_a_receive = timedelta(
+            seconds=timeout + SLACK_SECONDS + LONGEST_SECONDS
+        )  # as long as other ranks go on
 
     @property
     def broken(self) -> PeerFailure | None:
@@ -100,7 +104,9 @@ class Transfers:
         finally:
             watch.waiting = None
 
-    def finish(self, transfer: Transfer, peer: int, channel: Channel | None, microbatch: int, is_short: bool = False) -> None:
+    def finish(
+        self, transfer: Transfer, peer: int, channel: Channel | None, microbatch: int, is_short: bool = False
+    ) -> None:
         if transfer.on_device:
             transfer.work.wait()  # makes the stream wait, not this thread (not run here: no GPU)
         else:

@@ -46,15 +46,16 @@ from penstock.messages.clock import CLOCK, Clock
 from penstock.runtime.transport.base import Transport, Where, nowhere
 from penstock.runtime.transport.channel import Channel, ChannelEnds, check_channels
 from penstock.runtime.transport.distributed.exchange import Exchange, Exchanged, Posted
-from penstock.runtime.transport.failure.bell import Bell
-from penstock.runtime.transport.failure.blame import Waiting, different_calls
-from penstock.runtime.transport.interrupts import uninterrupted
-from penstock.runtime.transport.failure.watch import Watch, held_weakly
 from penstock.runtime.transport.distributed.incoming import DistributedIncoming
 from penstock.runtime.transport.distributed.messages import SUBTAGS
-from penstock.runtime.transport.distributed.transfers import Transfers, find_device_backend
 from penstock.runtime.transport.distributed.outgoing import DistributedOutgoing
+from penstock.runtime.transport.distributed.transfers import Transfers, find_device_backend
+from penstock.runtime.transport.failure.bell import Bell
+from penstock.runtime.transport.failure.blame import Waiting, different_calls
+from penstock.runtime.transport.failure.own_state import held_weakly
+from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.handover import Rewritten
+from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.layout.layout import Book
 
 CHANNELS = 0x1FFF  # at most, in one program
@@ -115,9 +116,11 @@ class DistributedTransport(Transport):
             *(member.store, member.store_host, self._prefix, self.rank, self.ranks, timeout, close),
             *(self._make_bell(), clock),
         )
-        self.watch.call = held_weakly(self._current_call, "")
+        self.watch.own.call = held_weakly(self._current_call, "")
         self.news = self.watch.news
-        self.watch.traffic = partial(_traffic, weakref.ref(self))  # not of this transport, which it would keep alive
+        self.watch.own.traffic = partial(
+            _traffic, weakref.ref(self)
+        )  # not of this transport, which it would keep alive
         weakref.finalize(self, self.watch.close)
         self._transfers = Transfers(self.rank, member.backend, member.device_backend, self.watch, timeout)
         self._book = Book()
@@ -261,10 +264,10 @@ class DistributedTransport(Transport):
     def name_far_host(self, failure: PeerFailure) -> None:
         """What to say where the store is gone, which another group's process had."""
         if 0 not in dist.get_process_group_ranks(self._group) and not _has_agent():
-            self.watch.far_host = failure
+            self.watch.store_host.far = failure
 
     def describe_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
-        self.watch.doing, self.watch.where = held_weakly(doing, "gone"), held_weakly(where, None)
+        self.watch.own.doing, self.watch.own.where = held_weakly(doing, "gone"), held_weakly(where, None)
 
     def announce(self, failure: PeerFailure) -> None:
         self.watch.announce(failure)

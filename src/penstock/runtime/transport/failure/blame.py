@@ -38,9 +38,10 @@ plain.register(Waiting, peer=int, edge=Channel | None, microbatch=int, since=flo
 class State(NamedTuple):
     """What a rank says of itself: for whom it waits, in words what it does, at which action; and in which call it is.
 
-    `step` counts the exchanges of the group: calls can only be compared between two of them. `seconds_unchanged` is for how many
-    seconds it has been at the same action and in the same wait, as its watch has seen it. `sent` says how many messages
-    of each channel it has sent in this step, and `awaits` which channel it waits for, and which message of it, from 0.
+    `step` counts the exchanges of the group: calls can only be compared between two of them. `seconds_unchanged`:
+    how long it has been at the same action and in the same wait, as its watch has seen it. `sent` says how many
+    messages of each channel it has sent in this step, and `awaits` which channel it waits for, and which message of
+    it, from 0.
     """
 
     waiting: Waiting | None
@@ -97,7 +98,9 @@ def excused(states: Mapping[int, State], timeout: float, beat: float = 0.0) -> d
     A chain in which nobody has is left out, whatever goes on in others: its ranks may raise an alarm of their own.
     """
     waits = {rank: state.waiting for rank, state in states.items()}
-    found = {rank: _seconds_unchanged(_chain(rank, waits), states) for rank, waiting in waits.items() if waiting is not None}
+    found = {
+        rank: _seconds_unchanged(_chain(rank, waits), states) for rank, waiting in waits.items() if waiting is not None
+    }
     return {rank: unchanged for rank, unchanged in found.items() if unchanged < timeout - 2 * beat}
 
 

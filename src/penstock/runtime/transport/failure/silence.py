@@ -15,7 +15,9 @@ from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.notes import read, write
 
 OTHER_GROUP_SECONDS = 12.0  # more patience where a rank waits for another group, which has less
-STARVED_SHARE = 0.25  # of the beats of a timeout: who had fewer lacks a processor, and so may the peer that it waits for
+STARVED_SHARE = (
+    0.25  # of the beats of a timeout: who had fewer lacks a processor, and so may the peer that it waits for
+)
 STARVED_TIMEOUTS = 3  # that such a rank waits at most
 
 

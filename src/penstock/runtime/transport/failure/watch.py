@@ -16,8 +16,7 @@ process group:
   or answers that it waits for nobody (busy in its own code); a chain that closes is a deadlock. Where somebody in the
   chain has moved on within the timeout, as in a pipeline so deep that it takes longer to fill, the alarm is called off,
   and the ranks whose own chains move on wait for another timeout; a chain that stands still is not excused by that.
-- Who raised the alarm judges; the others look on, and judge only where it does not. (With a thousand ranks, a
-  thousand judges would have the store answer a million questions.)
+- Who raised the alarm judges (`arbitration`).
 - A rank that has waited for a second says in which of the user's calls it is. Where all ranks wait and not all are in
   the same call, they wait in vain, and the odd one is named at once.
 - A rank that finds a verdict cuts its own connections, by a receive that times out on purpose. That frees its main
@@ -35,53 +34,28 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from copy import copy
-from types import MethodType
-from typing import Any, TypeVar
-from weakref import WeakMethod
+from typing import Any
 
 from penstock.errors import PeerFailure, RunError
 from penstock.messages.clock import CLOCK, Clock, Event
 from penstock.messages.store import Asker, NoAnswer
-from penstock.runtime.transport.base import Where, nowhere
-from penstock.runtime.transport.failure.bell import Bell
-from penstock.runtime.transport.failure.blame import Excused, State, Waiting, different_calls, excused, judge
-from penstock.runtime.transport.failure.bulletin import Bulletin
 from penstock.runtime.transport.compiling import is_compiling
+from penstock.runtime.transport.failure.arbitration import MOST_SECONDS, STATE_SECONDS, Arbitration
+from penstock.runtime.transport.failure.bell import Bell
+from penstock.runtime.transport.failure.blame import Waiting, different_calls
+from penstock.runtime.transport.failure.bulletin import Bulletin
 from penstock.runtime.transport.failure.notes import STRANGER, Alarm, Tampered
-from penstock.runtime.transport.failure.peer_failures import STORE_GONE, after_loss, placed, with_report
+from penstock.runtime.transport.failure.own_state import OwnState
+from penstock.runtime.transport.failure.peer_failures import after_loss, placed
 from penstock.runtime.transport.failure.silence import Marks, Overdue
+from penstock.runtime.transport.failure.store_host import STORE_SECONDS, StoreHost
 
 BEAT_SECONDS = 0.5  # between two looks into the store
-STORE_SECONDS = 3.0  # for the store to answer
 DECISION_SECONDS = 6.0  # for the thread to find a verdict: the store's and some beats
-STATE_SECONDS = 2.0  # for ranks to say for whom they wait: some beats
 CALL_SECONDS = 1.0  # of waiting, before a rank says in which call it is
 SLOW_FACTOR = 4  # a store is silent only where it is so many times slower than it was
-ANSWER_LOOKS = 40  # for the answers of others, at least: a busy machine has fewer in the same time
-NEAR_RANKS = 16  # so many may ask the store every few milliseconds
-MOST_SECONDS = 10.0  # for what takes a busy machine longer
-Said = TypeVar("Said")
-Traffic = Callable[[Waiting | None], tuple[dict[int, int], tuple[int, int] | None]]  # see `State`: sent, and awaits
-
-
-def held_weakly(call: Callable[[], Said], otherwise: Said) -> Callable[[], Said]:
-    """A method that does not keep its object alive; once that is gone, the answer is `otherwise`.
-
-    The thread of a watch is alive as long as its transport. If it held the rank that it asks, a pipeline that is
-    dropped without `close()` would never be freed.
-    """
-    if not isinstance(call, MethodType):
-        return call
-    method = WeakMethod(call)
-
-    def answer() -> Said:
-        found = method()
-        return otherwise if found is None else found()
-
-    return answer
 
 
 class Watch:
@@ -99,47 +73,48 @@ class Watch:
         bell: Bell | None = None,
         clock: Clock = CLOCK,
     ) -> None:
-        self.clock = clock
-        self.waiting: Waiting | None = None
-        self.call: Callable[[], str] = lambda: ""  # what the user has called, where all ranks must call the same
-        self.leave_other_group: Callable[[PeerFailure], None] | None = None  # waits for ranks of another group; this ends that
-        self.waits_in_other_group: Callable[[], bool] = lambda: False  # waits for another group, which ends that by itself
-        self.ended: Callable[[PeerFailure], None] = lambda verdict: None  # told the verdict, in the thread
+        # what the transport reads, and what it sets
         self.verdict: PeerFailure | None = None
-        self.doing: Callable[[], str] = lambda: "nothing known"
-        self.where: Where = nowhere
-        self.traffic: Traffic = lambda waiting: ({}, None)
         self.news: list[PeerFailure] = []
-        self.far_host: PeerFailure | None = None  # what to say where the store is gone that no rank here had
+        self.clock = clock
+        self.close_connections = close_connections
+        self.waiting: Waiting | None = None
+        self.own = OwnState(clock.now)
+        self.store_host = StoreHost(store_host, rank)
         self.axes: dict[str, int] = {}  # of this group among others: its replica and shard, for a failure's name
-        self._news_lock = threading.Lock()
-        self._announced: PeerFailure | None = None
-        self._step = 0
-        self._progress_seen: tuple[int, str, Waiting | None] | None = None  # where this rank was at the last look: step, action
-        self._progress_since = clock.now()
-        self._stood_still = 0.0  # seconds that this very thread did not run, where they were more than the timeout
-        self._stood_until = -math.inf  # when that was over
+        self.leave_other_group: Callable[[PeerFailure], None] | None = None  # ends a wait for ranks of another group
+        self.waits_in_other_group: Callable[[], bool] = lambda: False  # that group ends such a wait by itself
+        self.ended: Callable[[PeerFailure], None] = lambda verdict: None  # told the verdict, in the thread
+        # how the ranks talk to each other
+        self._rank, self._ranks, self._timeout = rank, ranks, timeout
+        self._beat = min(BEAT_SECONDS, timeout / 10)
         self._asker = Asker(store, f"penstock-store-{rank}", clock) if ranks > 1 else None
         self._slowest = 0.0  # seconds that the store took for an answer of late
         self._bulletin = Bulletin(self._ask, prefix, rank, ranks)
-        self._store_host = store_host
-        self._rank = rank
-        self._ranks = ranks
-        self._timeout = timeout
-        self.close_connections = close_connections
-        self._beat = min(BEAT_SECONDS, timeout / 10)
-        fresh = min(STATE_SECONDS, timeout / 2)
-        in_other_group = Marks("outside", self._ask, self._bulletin.key, rank, ranks, fresh, clock.now)
-        compiling = Marks("compiling", self._ask, self._bulletin.key, rank, ranks, fresh, clock.now)
-        self._overdue = Overdue(timeout, self._beat, in_other_group, compiling, clock.now)
+        self._overdue = self._make_overdue()
+        self._arbitration = Arbitration(self._bulletin, self._overdue, rank, ranks, timeout, self._beat, clock)
+        # what the main thread has told the thread
+        self._announced: PeerFailure | None = None
+        self._news_lock = threading.Lock()
         self._proposal: PeerFailure | None = None
+        self._decided = clock.event()
+        # the thread
+        self._stood_still = 0.0  # seconds that this very thread did not run, where they were more than the timeout
+        self._stood_until = -math.inf  # when that was over
         self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
         self._wake: Event | Bell = bell or clock.event()
-        self._decided = clock.event()
         self._stopping = ranks == 1  # nobody to watch
         self._thread = clock.worker(self._run, f"penstock-watch-{rank}")
         if not self._stopping:
             self._thread.start()
+
+    def _make_overdue(self) -> Overdue:
+        fresh, now = min(STATE_SECONDS, self._timeout / 2), self.clock.now
+        in_other_group, compiling = (
+            Marks(reason, self._ask, self._bulletin.key, self._rank, self._ranks, fresh, now)
+            for reason in ("outside", "compiling")
+        )
+        return Overdue(self._timeout, self._beat, in_other_group, compiling, now)
 
     # -- from the main thread
 
@@ -168,12 +143,19 @@ class Watch:
     def without_store(self, error: Exception) -> PeerFailure | RunError:
         """What it means for the main thread that the store has gone: its host has, where a rank hosts it."""
         if self.verdict is None:
-            lost = self._host_lost()
+            lost = self.store_host.gone()
             if lost is None:
                 return RunError(f"the process group's store is gone, so ranks cannot meet ({error}); rebuild the group")
             self.propose(lost)
         assert self.verdict is not None
         return after_loss(self.verdict)
+
+    def find_culprit(self, peer: int) -> PeerFailure | None:
+        """A wait for this peer has failed, and it may not be to blame: have all ranks say for whom they wait."""
+        self.waiting = Waiting(peer, None, -1, 0.0)  # overdue
+        self._wake.set()
+        self._decided.wait(2 * DECISION_SECONDS)
+        return self.verdict
 
     def announce(self, failure: PeerFailure) -> None:
         """Put this failure of the step on the news of all ranks, soon."""
@@ -181,9 +163,9 @@ class Watch:
         self._wake.set()
 
     def end_step(self) -> None:
-        """News of the last step are old."""
+        """Forget the news of the last step."""
         with self._news_lock:
-            self._step += 1
+            self.own.step += 1
             self._announced = None
             self.news.clear()
 
@@ -236,7 +218,7 @@ class Watch:
         It may leave as soon as it knows. The others would then find the store gone, and blame this rank.
         """
         self._bulletin.tell_read()
-        if self._store_host == self._rank:
+        if self.store_host.is_here:
             others = [rank for rank in range(self._ranks) if rank != verdict.rank]
             nap = self._beat / 10
             for _ in range(int(STORE_SECONDS / nap)):
@@ -268,7 +250,7 @@ class Watch:
 
     def _look(self) -> PeerFailure | None:
         """One beat: take part in what the store says, and say what this rank has to."""
-        self._note_progress()
+        self.own.look(self.waiting)
         verdict = self._bulletin.verdict()
         if verdict is not None:
             return verdict
@@ -286,12 +268,7 @@ class Watch:
         elif self._overdue(waiting):
             self._raise_alarm(Alarm(self._rank, waiting, None))
         alarm = self._bulletin.alarm()
-        return None if alarm is None else self._arbitrate(alarm)
-
-    def _note_progress(self) -> None:
-        progress = self._step, self.doing(), self.waiting
-        if progress != self._progress_seen:
-            self._progress_seen, self._progress_since = progress, self.clock.now()
+        return None if alarm is None else self._arbitration.verdict(alarm, self.own.state(self.waiting))
 
     def _raise_alarm(self, alarm: Alarm) -> None:
         self._bulletin.raise_alarm(alarm)
@@ -300,84 +277,25 @@ class Watch:
     def _compare_calls(self, waiting: Waiting | None) -> PeerFailure | None:
         """Once this rank has waited for a while: who is in another call, if all ranks wait and one is."""
         patience = min(CALL_SECONDS, self._timeout / 4)
-        step, call = self._step, self.call()
+        step, call = self.own.step, self.own.call()
         if waiting is None or not call or self.clock.now() - waiting.since < patience:
             return None
         self._bulletin.tell_call(step, call)
         return different_calls(self._bulletin.calls(step))
 
     def _read_news(self) -> None:
-        step, announced = self._step, self._announced
+        step, announced = self.own.step, self._announced
         if announced is not None:
             self._bulletin.tell_news(step, announced)
             self._call_others()
         failure = self._bulletin.news(step)
         with self._news_lock:
-            if failure is not None and step == self._step:
+            if failure is not None and step == self.own.step:
                 self.news.append(failure)
 
     def _call_others(self) -> None:
         if self._bell is not None:
             self._bell.call()
-
-    def _arbitrate(self, alarm: Alarm) -> PeerFailure | None:
-        """Say what this rank does and for whom it waits; then hear the others and judge, or hear the judgement."""
-        self._bulletin.tell_state(self._state())
-        states: dict[int, State] = {}
-        missed = {alarm.failure.rank} if alarm.failure is not None and not alarm.heard else set()  # the dead
-        is_judge = alarm.rank == self._rank
-        begin, turns = self.clock.now(), 0
-        nap = self._beat / 50 * min(50.0, max(1.0, self._ranks / NEAR_RANKS))
-        while len(states.keys() | missed) < self._ranks and self._is_patient(begin, turns, is_judge):
-            turns += 1
-            verdict = self._bulletin.verdict()
-            if verdict is not None:
-                return verdict
-            if self._goes_on():
-                return None
-            if is_judge:
-                states |= self._hear(states)
-            self.clock.sleep(nap)
-        if not is_judge:
-            states = self._hear(states)
-        failure = alarm.failure
-        if failure is None:
-            assert alarm.waiting is not None
-            found = judge(alarm.rank, alarm.waiting, states, self._timeout, self._beat)
-            if isinstance(found, Excused):
-                self._bulletin.call_off({alarm.rank: found.seconds_unchanged} | excused(states, self._timeout, self._beat))
-                self._goes_on()
-                return None
-            failure = found
-        doing = [states[rank].doing if rank in states else "no answer" for rank in range(self._ranks)]
-        return self._bulletin.pronounce(with_report(failure, doing))
-
-    def _hear(self, states: Mapping[int, State]) -> dict[int, State]:
-        """What ranks do that had not said it before."""
-        return self._bulletin.states(rank for rank in range(self._ranks) if rank not in states)
-
-    def _goes_on(self) -> bool:
-        """Whether the alarm was called off; a rank that is in a chain of waits in which somebody moves on waits on."""
-        reasons = self._bulletin.called_off()
-        if reasons is None:
-            return False
-        self._bulletin.round += 1
-        if self._rank in reasons:
-            self._overdue.excuse(self.clock.now() - reasons[self._rank])
-        return True
-
-    def _is_patient(self, begin: float, turns: int, is_judge: bool) -> bool:
-        """Whether to wait on for ranks to answer: on a busy machine, where turns take long, for longer."""
-        seconds = self.clock.now() - begin
-        if not is_judge:  # which needs some time itself
-            return seconds < 2 * min(STATE_SECONDS, self._timeout) + self._beat
-        return seconds < min(STATE_SECONDS, self._timeout) or (turns < ANSWER_LOOKS and seconds < MOST_SECONDS)
-
-    def _state(self) -> State:
-        waiting = self.waiting
-        doing = self.doing() + ("" if waiting is None else f", waiting for rank {waiting.peer}")
-        unchanged = self.clock.now() - self._progress_since
-        return State(waiting, doing, self.where(), self._step, self.call(), unchanged, *self.traffic(waiting))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         assert self._asker is not None
@@ -395,28 +313,19 @@ class Watch:
         silent = seconds > max(STORE_SECONDS, SLOW_FACTOR * self._slowest)
         return self._stopping or (silent and (overdue or self._proposal is not None))
 
-    def _host_lost(self) -> PeerFailure | None:
-        """What it means that the store has left, where a rank had it that is not this one."""
-        if self._store_host is None:
-            return None if self.far_host is None else copy(self.far_host)
-        if self._store_host == self._rank:
-            return None
-        return PeerFailure(self._store_host, STORE_GONE)
-
     def _after_store(self, gone: float) -> PeerFailure | None:
         """With the store its host is gone. By itself no loss: what is under way at the end of a run may still come."""
-        waiting, proposal, lost = self.waiting, self._proposal, self._host_lost()
-        if lost is None or (proposal is not None and proposal.rank == self._store_host):
+        waiting, proposal, lost = self.waiting, self._proposal, self.store_host.gone()
+        if lost is None or (proposal is not None and proposal.rank == self.store_host.host):
             return proposal
         doomed = waiting is not None and self.clock.now() - max(gone, waiting.since) > STATE_SECONDS
         return None if proposal is None and not doomed else lost
 
     def _without_store(self) -> PeerFailure | None:
         """What this rank makes of a store that does not answer."""
-        if self._store_host is not None and self._store_host != self._rank:
-            return PeerFailure(
-                self._store_host, f"silent: the store that it hosts has not answered for {STORE_SECONDS:g} s"
-            )
+        silent = self.store_host.silent()
+        if silent is not None:
+            return silent
         if self._proposal is not None or self.waiting is None:
             return self._proposal
         return self.waiting.blame(self._rank, f"silent for {self._timeout:g} s")

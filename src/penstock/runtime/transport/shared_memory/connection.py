@@ -39,17 +39,19 @@ from typing import NoReturn
 from penstock.errors import MessageError, PeerFailure
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.blame import Waiting
-from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss
 from penstock.runtime.transport.failure.watch import Watch
+from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.runtime.transport.layout.layout import Layout
-from penstock.runtime.transport.shared_memory.blocks import InBlock, BlockPool, map_memory
+from penstock.runtime.transport.shared_memory.blocks import BlockPool, InBlock, map_memory
 
-DATA, FAILURE, THROUGH_DISTRIBUTED, BLOCK, RETIRED, LAYOUT, FORGET, FAILURE_TEXT, POSTS, EXCHANGE, WAKE, BYE = range(1, 13)
+DATA, FAILURE, THROUGH_DISTRIBUTED, BLOCK, RETIRED, LAYOUT, FORGET, FAILURE_TEXT, POSTS, EXCHANGE, WAKE, BYE = range(
+    1, 13
+)
 
 HEAD = struct.Struct("<IIQQIIII")
-# What its fields are. NUMBER: of the block, or of the text. KEY: the channel and the checksum of all; of other packets, a size
-# or that checksum.
+# What its fields are. NUMBER: of the block, or of the text. KEY: the checksum of all channels and the number of this one;
+# of other packets, a size or that checksum.
 KIND, NUMBER, KEY, STEP, ORDINAL, MICROBATCH, LAYOUT_NUMBER, CHECKSUM = range(8)
 TEXT_BYTES = 32 * 1024  # of a text in one packet
 LAYOUTS = 128  # that each end remembers of the other's
@@ -251,7 +253,9 @@ class Connections(dict[int, Connection]):
         self._rank = rank
         self._watch = watch
 
-    def wait(self, connection: Connection, channel: Channel | None, microbatch: int, done: Callable[[], object]) -> None:
+    def wait(
+        self, connection: Connection, channel: Channel | None, microbatch: int, done: Callable[[], object]
+    ) -> None:
         """Read what the peer sends until it is done; the watch sees for whom, and ends the wait if that is hopeless."""
         watch = self._watch
         watch.waiting = waiting = Waiting(connection.peer, channel, microbatch, monotonic())

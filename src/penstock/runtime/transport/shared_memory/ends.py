@@ -20,12 +20,12 @@ from typing import Any, NoReturn
 from penstock.errors import PeerFailure
 from penstock.messages import plain
 from penstock.runtime.transport.channel import Outgoing, QueuedIncoming, name_message
-from penstock.runtime.transport.failure.blame import Waiting
-from penstock.runtime.transport.interrupts import uninterrupted
-from penstock.runtime.transport.failure.peer_failures import failure_from
 from penstock.runtime.transport.distributed.incoming import DistributedIncoming
-from penstock.runtime.transport.distributed.transfers import Transfers
 from penstock.runtime.transport.distributed.outgoing import DistributedOutgoing
+from penstock.runtime.transport.distributed.transfers import Transfers
+from penstock.runtime.transport.failure.blame import Waiting
+from penstock.runtime.transport.failure.peer_failures import failure_from
+from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.layout.layout import Layout, flatten
 from penstock.runtime.transport.shared_memory.blocks import allocate, build_plain, map_memory
 from penstock.runtime.transport.shared_memory.connection import (
@@ -206,8 +206,8 @@ class SharedOutgoing(Outgoing):
         if pool.refused is not None and not pool.warned:
             pool.warned = True
             warnings.warn(
-                f"rank {self.channel.source_rank} gets no more shared memory for its link to rank {self._connection.peer} "
-                f"({pool.refused.strerror}, beyond {pool.nbytes / 2**20:.1f} MiB); what does not fit goes through "
+                f"rank {self.channel.source_rank} gets no more shared memory for its link to rank "
+                f"{self._connection.peer} ({pool.refused.strerror}, beyond {pool.nbytes / 2**20:.1f} MiB); what does not fit goes through "
                 "torch.distributed, which is slower. Give the container more memory to avoid this",
                 RuntimeWarning,
                 stacklevel=2,

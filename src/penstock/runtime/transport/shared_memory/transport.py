@@ -25,11 +25,11 @@ import torch.distributed as dist
 
 from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.transport.channel import Channel, ChannelEnds, Incoming, Outgoing, channels_checksum
+from penstock.runtime.transport.distributed.transport import DistributedTransport
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
-from penstock.runtime.transport.distributed.transport import DistributedTransport
 from penstock.runtime.transport.shared_memory.connection import Connection, Connections
 from penstock.runtime.transport.shared_memory.ends import SharedIncoming, SharedOutgoing, share_posts
 from penstock.runtime.transport.shared_memory.meeting import Meeting, missing_here

@@ -1,0 +1,89 @@
+"""From an alarm to a verdict: all ranks say what they do, and the one that raised the alarm judges.
+
+The others look on, and judge only where it does not. (With a thousand ranks, a thousand judges would have the store
+answer a million questions.) An alarm that names nobody is called off where somebody moves on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from penstock.errors import PeerFailure
+from penstock.messages.clock import Clock
+from penstock.runtime.transport.failure.blame import Excused, State, excused, judge
+from penstock.runtime.transport.failure.bulletin import Bulletin
+from penstock.runtime.transport.failure.notes import Alarm
+from penstock.runtime.transport.failure.peer_failures import with_report
+from penstock.runtime.transport.failure.silence import Overdue
+
+STATE_SECONDS = 2.0  # for ranks to say for whom they wait: some beats
+ANSWER_LOOKS = 40  # for the answers of others, at least: a busy machine has fewer in the same time
+NEAR_RANKS = 16  # so many may ask the store every few milliseconds
+MOST_SECONDS = 10.0  # for what takes a busy machine longer
+
+
+class Arbitration:
+    """One rank's part in it."""
+
+    def __init__(
+        self, bulletin: Bulletin, overdue: Overdue, rank: int, ranks: int, timeout: float, beat: float, clock: Clock
+    ) -> None:
+        self._bulletin = bulletin
+        self._overdue = overdue
+        self._rank, self._ranks = rank, ranks
+        self._timeout, self._beat = timeout, beat
+        self._clock = clock
+
+    def verdict(self, alarm: Alarm, own: State) -> PeerFailure | None:
+        """Say what this rank does; then hear the others and judge, or hear the judgement. None: it was called off."""
+        self._bulletin.tell_state(own)
+        states: dict[int, State] = {}
+        missed = {alarm.failure.rank} if alarm.failure is not None and not alarm.heard else set()  # the dead
+        is_judge = alarm.rank == self._rank
+        begin, looks = self._clock.now(), 0
+        nap = self._beat / 50 * min(50.0, max(1.0, self._ranks / NEAR_RANKS))
+        while len(states.keys() | missed) < self._ranks and self._is_patient(begin, looks, is_judge):
+            looks += 1
+            verdict = self._bulletin.verdict()
+            if verdict is not None:
+                return verdict
+            if self._is_called_off():
+                return None
+            if is_judge:
+                states |= self._hear(states)
+            self._clock.sleep(nap)
+        if not is_judge:
+            states = self._hear(states)
+        failure = alarm.failure
+        if failure is None:
+            assert alarm.waiting is not None
+            found = judge(alarm.rank, alarm.waiting, states, self._timeout, self._beat)
+            if isinstance(found, Excused):
+                others = excused(states, self._timeout, self._beat)
+                self._bulletin.call_off({alarm.rank: found.seconds_unchanged} | others)
+                self._is_called_off()
+                return None
+            failure = found
+        doing = [states[rank].doing if rank in states else "no answer" for rank in range(self._ranks)]
+        return self._bulletin.pronounce(with_report(failure, doing))
+
+    def _hear(self, states: Mapping[int, State]) -> dict[int, State]:
+        """What ranks do that had not said it before."""
+        return self._bulletin.states(rank for rank in range(self._ranks) if rank not in states)
+
+    def _is_called_off(self) -> bool:
+        """Whether the alarm was; a rank that is in a chain of waits in which somebody moves on waits on."""
+        reasons = self._bulletin.called_off()
+        if reasons is None:
+            return False
+        self._bulletin.round += 1
+        if self._rank in reasons:
+            self._overdue.excuse(self._clock.now() - reasons[self._rank])
+        return True
+
+    def _is_patient(self, begin: float, looks: int, is_judge: bool) -> bool:
+        """Whether to wait on for ranks to answer: on a busy machine, where looks take long, for longer."""
+        seconds = self._clock.now() - begin
+        if not is_judge:  # which needs some time itself
+            return seconds < 2 * min(STATE_SECONDS, self._timeout) + self._beat
+        return seconds < min(STATE_SECONDS, self._timeout) or (looks < ANSWER_LOOKS and seconds < MOST_SECONDS)

@@ -1,0 +1,57 @@
+"""What a rank can say of itself, asked by the thread of its watch while the rank computes or waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import TypeVar
+from weakref import WeakMethod
+
+from penstock.runtime.transport.base import Where, nowhere
+from penstock.runtime.transport.failure.blame import State, Waiting
+
+Said = TypeVar("Said")
+Traffic = Callable[[Waiting | None], tuple[dict[int, int], tuple[int, int] | None]]  # see `State`: sent, and awaits
+
+
+class OwnState:
+    """What one rank does, as its transport can tell it. `step` counts the exchanges of the group."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.step = 0
+        self.doing: Callable[[], str] = lambda: "nothing known"
+        self.where: Where = nowhere
+        self.call: Callable[[], str] = lambda: ""  # what the user has called, where all ranks must call the same
+        self.traffic: Traffic = lambda waiting: ({}, None)
+        self._now = now
+        self._seen: tuple[int, str, Waiting | None] | None = None  # at the last look
+        self._since = now()  # when it was first seen so
+
+    def look(self, waiting: Waiting | None) -> None:
+        """At every beat: note whether this rank has moved on."""
+        found = self.step, self.doing(), waiting
+        if found != self._seen:
+            self._seen, self._since = found, self._now()
+
+    def state(self, waiting: Waiting | None) -> State:
+        """All of it, for other ranks."""
+        doing = self.doing() + ("" if waiting is None else f", waiting for rank {waiting.peer}")
+        unchanged = self._now() - self._since
+        return State(waiting, doing, self.where(), self.step, self.call(), unchanged, *self.traffic(waiting))
+
+
+def held_weakly(call: Callable[[], Said], otherwise: Said) -> Callable[[], Said]:
+    """A method that does not keep its object alive; once that is gone, the answer is `otherwise`.
+
+    The thread of a watch is alive as long as its transport. If it held the rank that it asks, a pipeline that is
+    dropped without `close()` would never be freed.
+    """
+    if not isinstance(call, MethodType):
+        return call
+    method = WeakMethod(call)
+
+    def answer() -> Said:
+        found = method()
+        return otherwise if found is None else found()
+
+    return answer

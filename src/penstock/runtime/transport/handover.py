@@ -33,8 +33,9 @@ class Rewritten(RunError):
             super().__init__("a value was written to after it was handed over; return a copy of it")
             return
         super().__init__(
-            f"what stage {stage} handed over for microbatch {microbatch} was written to in place before it was read: the "
-            f"stage that made it, or another that reads it too, uses its memory again; return a copy (.clone()) of it"
+            f"what stage {stage} handed over for microbatch {microbatch} was written to in place before it was read: "
+            f"the stage that made it, or another that reads it too, uses its memory again; return a copy (.clone()) "
+            "of it"
         )
 
 

@@ -50,7 +50,7 @@ DATA, FAILURE, THROUGH_DISTRIBUTED, BLOCK, RETIRED, LAYOUT, FORGET, FAILURE_TEXT
 )
 
 HEAD = struct.Struct("<IIQQIIII")
-# What its fields are. NUMBER: of the block, or of the text. KEY: the checksum of all channels and the number of this one;
+# What its fields are. NUMBER: of the block, or of the text. KEY: the checksum of all channels, and which one of them;
 # of other packets, a size or that checksum.
 KIND, NUMBER, KEY, STEP, ORDINAL, MICROBATCH, LAYOUT_NUMBER, CHECKSUM = range(8)
 TEXT_BYTES = 32 * 1024  # of a text in one packet

@@ -207,8 +207,8 @@ class SharedOutgoing(Outgoing):
             pool.warned = True
             warnings.warn(
                 f"rank {self.channel.source_rank} gets no more shared memory for its link to rank "
-                f"{self._connection.peer} ({pool.refused.strerror}, beyond {pool.nbytes / 2**20:.1f} MiB); what does not fit goes through "
-                "torch.distributed, which is slower. Give the container more memory to avoid this",
+                f"{self._connection.peer} ({pool.refused.strerror}, beyond {pool.nbytes / 2**20:.1f} MiB); what does "
+                "not fit goes through torch.distributed, which is slower. Give the container more memory to avoid this",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -25,9 +25,10 @@ from torch import nn
 
 import penstock
 from penstock.errors import PeerFailure
+from penstock.group.world import ON_PROCESSES
 
 RANKS, VICTIM, SECONDS = 4, 2, 5.0
-TRANSPORTS = ("shared", "distributed")
+TRANSPORTS = tuple(ON_PROCESSES)
 KINDS = ("an error", "killed")
 COLUMNS = [
     Column("failure", 10),

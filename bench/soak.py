@@ -30,6 +30,7 @@ from report import Column, Goal, at_least_one, bench
 from torch import nn
 
 import penstock
+from penstock.group.world import ON_PROCESSES
 
 RANKS, WIDTH, HEADS = 4, 64, 4
 LIMITS = {"memory MB": 1.1, "shared MB": 1.1, "descriptors": 1.0, "threads": 1.0}  # second half / first half
@@ -63,9 +64,9 @@ def main() -> None:
 def train(rank: int, settings: Namespace) -> None:
     torch.manual_seed(0)
     stages = [Block(WIDTH, HEADS) for _ in range(RANKS)]
-    kinds = ("shared", "distributed")
     pipes = [
-        penstock.Pipeline(stages, microbatches=4, loss_fn=nn.functional.mse_loss, transport=kind) for kind in kinds
+        penstock.Pipeline(stages, microbatches=4, loss_fn=nn.functional.mse_loss, transport=kind)
+        for kind in ON_PROCESSES
     ]
     optimizer = torch.optim.SGD(pipes[0].parameters(), lr=1e-3)
     rows = settings.report.table(rank, f"{RANKS} processes, sizes that change", COLUMNS)

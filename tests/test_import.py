@@ -1,4 +1,4 @@
-"""Importing Penstock: what it loads, and which layer may know which."""
+"""Importing Penstock: what it loads, and which room may import which."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "penstock"
 
-# The rooms of the house, from the ground up: each may import those above it in this list, and itself.
+# The rooms of the house: each may import those above it in this list, and itself.
 ROOMS = [
     "errors",
     "rules",

@@ -1,4 +1,4 @@
-"""Run one scenario on every rank, on threads or on processes (gloo, shared memory), and hand back what each had to say.
+"""Run one scenario on every rank, on threads or on processes, and hand back what each had to say.
 
 A scenario is a function `scenario(transport, **options)` at the top of a test file.
 """
@@ -15,9 +15,6 @@ from deadlines import TIMEOUT
 from processes import LIMIT, SECRET, launch, loaded
 
 from penstock.errors import PeerFailure
-
-KINDS = ["threads", "threads-0", "distributed", "shared"]  # what every transport must do is tried on each
-PROCESSES = ["distributed", "shared"]
 
 
 @dataclass
@@ -37,7 +34,7 @@ class Outcome:
 
 
 def run(kind: str, scenario: Any, ranks: int = 2, timeout: float = TIMEOUT, **options: Any) -> list[Outcome]:
-    """The outcomes by rank. `kind` is one of `KINDS` ("threads-0": nothing is buffered); "-tcp" after it: its store."""
+    """The outcomes by rank. `kind` is one of `transports.KINDS`; "-tcp" after it: its store."""
     if kind.startswith("threads"):
         return _run_threads(scenario, ranks, timeout, 0 if kind.endswith("-0") else None, options)
     return _run_processes(kind, scenario, ranks, timeout, options)
@@ -85,12 +82,11 @@ def _on_process(say: Any, kind: str, file: str, name: str, timeout: float, optio
     """What a process runs; it says (value, error)."""
     import torch.distributed as dist
 
-    from penstock.runtime.transport.distributed.transport import DistributedTransport
-    from penstock.runtime.transport.shared_memory.transport import SharedMemoryTransport
+    from penstock.group.world import ON_PROCESSES
 
     os.environ.setdefault("PENSTOCK_SECRET", SECRET)
     scenario = loaded(file, name)
-    transport = (SharedMemoryTransport if kind.startswith("shared") else DistributedTransport)(timeout=timeout)
+    transport = ON_PROCESSES[kind.removesuffix("-tcp")](timeout=timeout)
     value, error = None, None
     try:
         value = scenario(transport, **options)

@@ -19,6 +19,7 @@ from processes import on_processes
 from tiers import mostly_slow
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transports import ON_PROCESSES
 
 import penstock
 from penstock.errors import PeerFailure
@@ -211,7 +212,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("kinds", mostly_slow(["index, large", "input, stage, large written"], "index, large"))
 def test_nor_between_processes(kinds: str) -> None:
     # over gloo from 1 MiB on, where nothing is copied: 46 % off
-    cases = [(kind, "zb-h1", transport) for kind in kinds.split(", ") for transport in ("distributed", "shared")]
+    cases = [(kind, "zb-h1", transport) for kind in kinds.split(", ") for transport in ON_PROCESSES]
     ranks = on_processes(2, train_on_processes, cases)
     for number, (kind, schedule, _) in enumerate(cases):
         stages = stages_of(kind)

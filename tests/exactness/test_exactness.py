@@ -15,6 +15,7 @@ from exactness.cases import TRAINING, WIDE, Case, all_pipelined, differences, pi
 from exactness.models import MODELS
 from processes import on_processes
 from tiers import in_tiers, mostly_slow, slow_if
+from transports import ON_PROCESSES
 
 from penstock.group.world import World
 from penstock.runtime.transport import ThreadTransport
@@ -27,7 +28,6 @@ SEARCHED = [
     Case("auto", "mlp", stages=2, rows=7),
     Case("steady", "mlp", stages=8, microbatches=6, rows=13, optimizer=True),
 ]
-PROCESSES = ["shared", "distributed"]  # transports
 
 
 def by_turns(first: int) -> list[Any]:
@@ -36,9 +36,9 @@ def by_turns(first: int) -> list[Any]:
     The fast tests have every family with both transports, the slow ones with every model on two or four processes.
     """
     return [
-        pytest.param(model, kind, marks=slow_if(row % 2 == first and row // 2 % 2 == column))
+        pytest.param(model, kind, marks=slow_if(row % 2 == first and row // 2 % len(ON_PROCESSES) == column))
         for row, model in enumerate(MODELS)
-        for column, kind in enumerate(PROCESSES)
+        for column, kind in enumerate(ON_PROCESSES)
     ]
 
 
@@ -149,15 +149,15 @@ def test_threads_with_recompute(case: Case) -> None:
     check(case)
 
 
-@pytest.mark.parametrize("transport", PROCESSES)
+@pytest.mark.parametrize("transport", ON_PROCESSES)
 def test_two_processes(transport: str) -> None:
     """Every family on both transports, with models by turns; the slow tests have all of them."""
-    models, turn = ("transformer", "several", "skip", "strange"), PROCESSES.index(transport)
+    models, turn = ("transformer", "several", "skip", "strange"), ON_PROCESSES.index(transport)
     cases = [
         Case(family, models[(row + turn) % 4], rows=9, bfloat16=(row + turn) % 3 == 0)
         for row, family in enumerate(TRAINING)
     ]
-    check_on_processes([SEARCHED[turn], *cases], transport)
+    check_on_processes([SEARCHED[turn % len(SEARCHED)], *cases], transport)
 
 
 def on_four() -> list[Case]:
@@ -181,7 +181,7 @@ def test_two_processes_every_model(model: str, transport: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("transport", PROCESSES)
+@pytest.mark.parametrize("transport", ON_PROCESSES)
 @pytest.mark.parametrize("model", MODELS)
 def test_two_processes_where_it_is_not_their_turn(model: str, transport: str) -> None:
     check_on_processes([case for case in EVERY if case.model == model and not is_its_turn(case)], transport)

@@ -16,6 +16,7 @@ from exactness.looking import Seen, all_seen, seen_pipelined, seen_plain
 from exactness.models import MODELS
 from processes import on_processes
 from tiers import in_tiers, mostly_slow
+from transports import ON_PROCESSES
 
 ROWS = 9  # in microbatches of 3, 2, 2 and 2
 
@@ -50,7 +51,7 @@ def test_threads_with_recompute(model: str) -> None:
     assert differences(case, seen_pipelined(case)) == {}
 
 
-@pytest.mark.parametrize("transport", mostly_slow(["shared", "distributed"], "shared"))
+@pytest.mark.parametrize("transport", mostly_slow(ON_PROCESSES, "shared"))
 def test_processes(transport: str) -> None:
     first, every = "first", "every"
     cases = [

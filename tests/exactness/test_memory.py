@@ -21,6 +21,7 @@ from tiers import mostly_slow, slow_if
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from transports import ON_PROCESSES
 
 import penstock
 
@@ -85,15 +86,17 @@ def process(families: list[str], transport: str) -> list[dict[str, Any]]:
     return [measured(family, dist.get_world_size(), transport=transport) for family in families]
 
 
-ON_PROCESSES = [["gpipe", "interleaved-1f1b", "zb-v"], ["1f1b", "zb-h1", "v-min"]]
+BY_TURNS = [["gpipe", "interleaved-1f1b", "zb-v"], ["1f1b", "zb-h1", "v-min"]]
 
 
 @pytest.mark.parametrize(
     ("transport", "families"),
     [
-        pytest.param(transport, families, id=f"{transport}-{'-'.join(families)}", marks=slow_if(row == column))
-        for row, transport in enumerate(["shared", "distributed"])
-        for column, families in enumerate(ON_PROCESSES)
+        pytest.param(
+            transport, families, id=f"{transport}-{'-'.join(families)}", marks=slow_if(row % len(BY_TURNS) == column)
+        )
+        for row, transport in enumerate(ON_PROCESSES)
+        for column, families in enumerate(BY_TURNS)
     ],
 )
 def test_a_rank_on_a_process_holds_what_the_schedule_says(transport: str, families: list[str]) -> None:

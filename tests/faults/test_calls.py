@@ -19,6 +19,7 @@ from processes import on_processes
 from tiers import tiers
 from torch import nn
 from torch.nn import functional as F
+from transports import ON_PROCESSES
 
 import penstock
 from penstock.errors import PeerFailure
@@ -148,11 +149,11 @@ def test_the_odd_call_is_the_culprit() -> None:
 @pytest.mark.parametrize("ranks", tiers(3, 2))
 def test_calls_of_a_training_loop(ranks: int) -> None:
     usual = {"step()", "evaluate()", "clip_grad_norm_(1)", "save()"}
-    check([case for case in table(ranks) if usual.issuperset(case)], ["shared", "distributed"])
+    check([case for case in table(ranks) if usual.issuperset(case)], ON_PROCESSES)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_pairs_of_calls(ranks: int, part: int) -> None:
-    check(list(table(ranks))[part::4], ["distributed", "shared"])
+    check(list(table(ranks))[part::4], ON_PROCESSES)

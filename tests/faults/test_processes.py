@@ -26,13 +26,13 @@ from faults.traps import (
 from processes import Ending, launch
 from tiers import slow_if
 from torch import nn
+from transports import ON_PROCESSES
 
 import penstock
 from penstock.errors import PeerFailure, UsageError
 
 M = 4
 RANKS = 4
-TRANSPORTS = ["shared", "distributed"]
 Say = Callable[[Any], None]
 
 
@@ -139,7 +139,7 @@ def check_raised(endings: list[Ending], family: str, stages: int, places: list[t
             assert told - rows[rank][0] < SOON
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ON_PROCESSES)
 def test_an_error_on_any_rank_reaches_all_and_the_next_step_is_exact(transport: str) -> None:
     places = [(stage, where, 1) for stage in (0, 1, 3) for where in ("forward", "backward")] + [(3, "loss", 2)]
     check_raised(launch(RANKS, raise_here_and_there, "1f1b", 4, places, transport), "1f1b", 4, places)
@@ -245,7 +245,7 @@ def check_lost(endings: list[Ending], victim: int, within: float) -> float:
     return slowest
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ON_PROCESSES)
 def test_a_killed_rank_is_named_by_all_others_at_once(transport: str) -> None:
     endings = launch(RANKS, lose, 2, "forward", KILL, TIMEOUT, transport)
     check_lost(endings, 2, SOON)
@@ -332,7 +332,7 @@ def die_before_the_first_step(say: Say, transport: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ON_PROCESSES)
 def test_the_host_of_the_store_is_named_where_it_dies_before_the_ranks_have_met(transport: str) -> None:
     for ending in launch(RANKS, die_before_the_first_step, transport, tcp=True)[1:]:
         assert ending.said[0][0] == 0, ending.said
@@ -351,7 +351,7 @@ def be_busy(say: Say, transport: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ON_PROCESSES)
 def test_a_busy_rank_is_named_with_what_it_is_busy_with(transport: str) -> None:
     """Not with the message that another rank waits for, which may be of another stage and microbatch."""
     for ending in launch(RANKS, be_busy, transport):

@@ -17,10 +17,10 @@ from faults.on_threads import M, assert_clean, assert_told, fail, mse, pipeline
 from faults.traps import Boom, batch, boom, trap_of, trapped
 from tiers import mostly_slow
 from torch import nn
+from transports import buffering
 
 import penstock
 from penstock.errors import MessageError, ModelError, PeerFailure
-from penstock.group.world import World
 from penstock.runtime.engine.computations import Computations
 from penstock.schedule import Op
 
@@ -49,11 +49,10 @@ def no_thread_left() -> Iterator[None]:
 @pytest.mark.parametrize("capacity", mostly_slow([None, 0], None))
 @pytest.mark.parametrize("family", mostly_slow(FAMILIES, "1f1b", "zb-v"))
 def test_an_error_in_any_forward_or_backward_is_told_and_leaves_a_clean_pipeline(
-    family: str, capacity: int | None, monkeypatch: pytest.MonkeyPatch
+    family: str, capacity: int | None
 ) -> None:
-    monkeypatch.setattr(World, "capacity", capacity)
     stages = FAMILIES[family]
-    with no_thread_left(), pipeline(family, stages) as pipe:
+    with no_thread_left(), buffering(capacity), pipeline(family, stages) as pipe:
         assert_clean(pipe)
         for stage in sorted({0, stages // 2, stages - 1}):
             for microbatch in (0, M // 2, M - 1):
@@ -139,11 +138,8 @@ def test_an_error_in_a_module_hook_is_told(kind: str) -> None:
 
 @pytest.mark.parametrize("op", [Op.F, Op.B, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B])
 @pytest.mark.parametrize("capacity", [None, 0])
-def test_an_error_in_a_users_handler_is_told_with_its_action(
-    op: Op, capacity: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(World, "capacity", capacity)
-    with pipeline() as pipe:
+def test_an_error_in_a_users_handler_is_told_with_its_action(op: Op, capacity: int | None) -> None:
+    with buffering(capacity), pipeline() as pipe:
 
         def handler(action: Any, context: Any) -> None:
             if context.rank == 1 and action.microbatch == 2:

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import conftest  # noqa: F401  (threads and kernels as in the tests: before torch)
 import torch
+from transports import ON_PROCESSES
 
 from fuzz.case import CLASSES, Case, draw
 from fuzz.program import program
@@ -82,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--cases", type=int, default=200, help="how many (200)")
     found.add_argument("--seed", type=int, default=0, help="of the first; the others follow (0)")
     found.add_argument("--on", choices=("threads", "processes", "replicas"), default="threads")
-    found.add_argument("--transport", choices=("shared", "distributed"), default="shared", help="of processes")
+    found.add_argument("--transport", choices=ON_PROCESSES, default="shared", help="of processes")
     found.add_argument("--ranks", type=int, default=2, help="how many processes (2)")
     found.add_argument("--without", nargs="*", default=(), choices=CLASSES, help="what to leave out")
     found.add_argument("--refusals", action="store_true", help="list what was refused, and what is no case")

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from exactness.cases import sums_in_order
+from transports import ON_PROCESSES
 
 from penstock.schedule import FAMILIES, build
 
@@ -70,7 +71,7 @@ class Case:
     dtype: str = "float32"
     family: str = "gpipe"
     ranks: int = 1
-    where: str = "threads"  # or "threads-0" (nothing buffered), "shared", "distributed"
+    where: str = "threads"  # or another of `transports.KINDS`
     replicate: str | None = None  # "ddp" or "fsdp", with two replicas
     loss: str = "mse"
     batch: str = "plain"  # or "offset", "columns", "microbatches"
@@ -189,7 +190,7 @@ class Case:
             return False
         if any(stage >= stages or ends[stage] == "Fork" for stage in self.side_at):
             return False
-        if self.replicate is not None and (self.where not in ("shared", "distributed") or self.shared):
+        if self.replicate is not None and (self.where not in ON_PROCESSES or self.shared):
             return False
         if self.loss == "own" and (self.way == "sequential" or stages - 1 in self.side_at):
             return False

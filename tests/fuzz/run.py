@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from processes import on_processes
+from transports import buffering
 
 from fuzz.case import Case
 from fuzz.program import program
 from penstock import errors
-from penstock.group.world import World
 
 __all__ = ["Outcome", "run_on_processes", "run_on_threads"]
 
@@ -52,13 +52,9 @@ def defined(case: Case) -> dict[str, Any]:
 @contextmanager
 def quiet(case: Case) -> Any:
     """Without warnings, which are not what is looked for here; with nothing buffered if the case says so."""
-    capacity, World.capacity = World.capacity, 0 if case.where == "threads-0" else None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        World.capacity = capacity
+    with warnings.catch_warnings(), buffering(0 if case.where == "threads-0" else None):
+        warnings.simplefilter("ignore")
+        yield
 
 
 def plain(space: dict[str, Any]) -> dict[str, Any] | Outcome:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transports import ON_PROCESSES
 
 from fuzz.case import Case, Layer, draw
 from fuzz.program import program
@@ -44,7 +45,7 @@ def test_many_cases_on_threads(first: int) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("transport", ["shared", "distributed"])
+@pytest.mark.parametrize("transport", ON_PROCESSES)
 @pytest.mark.parametrize("replicas", [False, True])
 def test_many_cases_on_processes(transport: str, replicas: bool) -> None:
     for first in range(20_000, 20_060, 20):

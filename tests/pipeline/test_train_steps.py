@@ -21,6 +21,7 @@ from deadlines import TIMEOUT
 from processes import on_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transports import ON_PROCESSES
 
 import penstock
 from penstock.errors import PenstockError, UsageError
@@ -156,7 +157,7 @@ def test_a_v_schedule_trains_as_the_loop_by_hand_on_processes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shared", "distributed"])
+@pytest.mark.parametrize("transport", ON_PROCESSES)
 def test_every_family_trains_as_the_loop_by_hand_on_processes(transport):
     for found in on_processes(2, compared, transport, CASES, 2):
         assert not {case: apart for case, apart in found.items() if apart}
@@ -171,7 +172,7 @@ EVERYTHING = [
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("transport", ["shared", "distributed"])
+@pytest.mark.parametrize("transport", ON_PROCESSES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_family_optimizer_and_rule_on_processes(transport, ranks):
     for found in on_processes(ranks, compared, transport, EVERYTHING, ranks):
@@ -535,7 +536,7 @@ def going_on() -> list[float]:
 
 def scenarios(folder: str) -> dict[str, Any]:
     return {
-        "ahead": [ahead(transport) for transport in ("shared", "distributed")],
+        "ahead": [ahead(transport) for transport in ON_PROCESSES],
         "corrections": corrections(),
         "between": between(folder),
         "late": failing("W-1", 2),

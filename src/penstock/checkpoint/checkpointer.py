@@ -65,7 +65,7 @@ class Checkpointer:
                 raise UsageError(f"{name}={value!r}: pass a whole number of at least 1, or None to turn this rule off")
         self.directory = Path(directory).absolute()
         self.async_save, self._leave_out = async_save, leave_out
-        self._files = Directory(self.directory, keep_last, keep_every, keep_best)
+        self.files = Directory(self.directory, keep_last, keep_every, keep_best)
         self._planner = Planner()
         self._writer: ThreadPoolExecutor | None = None
         self._under_way: list[tuple[Saving, Future[Path]]] = []
@@ -134,7 +134,7 @@ class Checkpointer:
 
     def _place(self, step: int) -> CheckpointFolder:
         try:
-            return self._files.place(step, {saving.final.name for saving, _ in self._under_way})
+            return self.files.place(step, {saving.final.name for saving, _ in self._under_way})
         except OSError as error:
             raise CheckpointError(
                 f"step {step} could not be saved in {self.directory}: {error}; earlier checkpoints are unchanged",
@@ -183,7 +183,7 @@ class Checkpointer:
             plain=saved.plain,
             document={**document, "serial": where.serial},
             lost=processes.lost,
-            finished=self._files.tidy,
+            finished=self.files.tidy,
         )
 
     def _settle(self, processes: Processes, leave: int = 0) -> None:
@@ -224,7 +224,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until everything that was saved is complete, on every process; raises what went wrong."""
         pipe = None if self._pipe is None else self._pipe()
-        if pipe is not None and not pipe._closed:
+        if pipe is not None and not pipe.closed:
             self._settle(Processes(pipe, "wait()"))
         else:
             self._collect(0)
@@ -283,7 +283,7 @@ class Checkpointer:
                 self._writer.shutdown()
                 self._writer = None
             self._bodies = []
-            self._files.free()
+            self.files.free()
         self._raise_own()
 
     def __enter__(self) -> Checkpointer:

@@ -32,7 +32,7 @@ class Processes:
                 f"checkpoint export` for plain weights"
             )
         world = deployment.world
-        if pipe._closed and world.transport is not None:
+        if pipe.closed and world.transport is not None:
             raise UsageError(f"this pipeline is closed, and {call} needs its other processes: call it before close()")
         self._world = world
         self._call = call

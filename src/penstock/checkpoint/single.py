@@ -43,7 +43,7 @@ def save(
     """
     final = Path(path).absolute()
     with Checkpointer(final.parent, async_save=False) as writer:
-        writer._files = Single(final)
+        writer.files = Single(final)
         writer.save(step, pipe, optimizer, scheduler=scheduler, scaler=scaler, data=data, extra=extra, config=config)
 
 

@@ -31,7 +31,12 @@ from penstock.runtime.transport.threads import IN_MEMORY
 
 Found = TypeVar("Found")
 Given = ParamSpec("Given")
-TRANSPORTS = ("threads", "shared", "distributed")
+# How processes reach each other, by what `transport=` calls it; the first is the default.
+ON_PROCESSES: dict[str, type[DistributedTransport]] = {
+    "shared": SharedMemoryTransport,
+    "distributed": DistributedTransport,
+}
+TRANSPORTS = ("threads", *ON_PROCESSES)
 TRANSPORT_VARIABLE = "PENSTOCK_TRANSPORT"
 
 
@@ -52,8 +57,6 @@ def collective(call: str) -> Callable[[Callable[Given, Found]], Callable[Given, 
 
 class World:
     """`size` is the number of processes, or None where ranks are threads."""
-
-    capacity: int | None = None  # messages that a link between threads buffers: any number, or at most so many
 
     def __init__(self, group: Any, size: int | None, timeout: float, requested_transport: str | None = None) -> None:
         self.group = group
@@ -122,17 +125,17 @@ class World:
         if devices is not None and len(devices) != ranks:
             raise UsageError(f"{len(devices)} devices for {ranks} ranks; pass one for each rank")
         if self.size is None:
-            return ThreadTransport.group(ranks, self.capacity, self.timeout, devices)
+            return ThreadTransport.group(ranks, timeout=self.timeout, devices=devices)
         return [self._connect(None if devices is None else devices[dist.get_rank(self.group)])]
 
     def _connect(self, device: torch.device | str | None) -> Transport:
         assert self.size is not None
-        common: dict[str, Any] = {"coordinator": 0, "device": device}  # no rank can begin a step without the first
-        if self.requested_transport == "distributed":
-            self.transport = DistributedTransport(self.group, self.timeout, **common)
-        else:
-            strict = self.requested_transport == "shared"
-            self.transport = SharedMemoryTransport(self.group, self.timeout, strict=strict, **common)
+        name = self.requested_transport or next(iter(ON_PROCESSES))
+        # no rank can begin a step without the first; who asks for shared memory by name gets nothing else
+        options: dict[str, Any] = {"coordinator": 0, "device": device}
+        if self.requested_transport == "shared":
+            options["strict"] = True
+        self.transport = ON_PROCESSES[name](self.group, self.timeout, **options)
         return self.transport
 
     @contextmanager

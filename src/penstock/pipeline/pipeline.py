@@ -147,7 +147,7 @@ class Pipeline:
             deployment.tied.make_equal()
         if construction.measures:
             cut.warn()
-        self._closed = False
+        self.closed = False
         self._loop: StepLoop | None = None
         self._recorder: Recorder | None = None
         self._recorded: Timeline | None = None
@@ -658,13 +658,13 @@ class Pipeline:
 
     def close(self) -> None:
         """End worker threads and connections. The model keeps its values."""
-        self._closed = True
+        self.closed = True
         self.deployment.replication.close()
         self.deployment.ranks.close()
 
     def _check_open(self) -> None:
         """Before all that other ranks take part in: the pipeline is open, and no rank is in a step."""
-        if self._closed:
+        if self.closed:
             raise UsageError("this pipeline is closed; make a new one from the same model to go on")
         self.settle()
 

@@ -439,9 +439,9 @@ def _shortened(config: TrainConfig) -> tuple[TrainConfig, int | None]:
 
 
 def _shape_of(config: TrainConfig) -> Any:
-    from penstock.train.models.huggingface import _configuration
+    from penstock.train.models.huggingface import configuration_of
 
-    return _configuration(
+    return configuration_of(
         replace(config, model=replace(config.model, init=None if folder_of(config) is None else "random"))
     )
 

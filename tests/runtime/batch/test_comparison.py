@@ -10,6 +10,7 @@ import torch.distributed as dist
 from processes import on_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transports import ON_PROCESSES
 
 import penstock
 from penstock.errors import PenstockError
@@ -126,7 +127,7 @@ def run_all(first: str) -> dict[str, list[str]]:
     """Each case in the first step of a pipeline where it is the one named, and in a later one."""
     rank, found = dist.get_rank(), {}
     for kind, cases, loss_fn in (("model", MODEL, None), ("loss", LOSS, weighed)):
-        for way in ("shared", "distributed"):
+        for way in ON_PROCESSES:
             pipe = penstock.Pipeline(stages(), microbatches=M, loss_fn=loss_fn, transport=way, timeout=30.0)
             if first in cases:
                 found[f"first {first} {way}"] = [attempt(pipe.step, cases[first](rank, batch()))]

@@ -10,6 +10,7 @@ import torch
 from processes import on_processes
 from runtime.engine.numbers import WIDTH, numbers, pipeline, same
 from torch import nn
+from transports import ON_PROCESSES
 
 import penstock
 from penstock.errors import PeerFailure
@@ -51,7 +52,7 @@ def trained(**given: Any) -> dict[str, Any]:
 
 
 def on_a_rank() -> dict[str, Any]:
-    return {transport: trained(transport=transport) for transport in ("distributed", "shared")}
+    return {transport: trained(transport=transport) for transport in ON_PROCESSES}
 
 
 def test_a_handler_sees_the_program_and_the_sends_under_way() -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from transport_harness import KINDS, run, values
+from transport_harness import run, values
+from transports import KINDS, TRANSPORTS
 
 from penstock.errors import MessageError, PeerFailure, UsageError
 from penstock.runtime.transport import Channel
@@ -123,7 +124,7 @@ def misuse(transport: Any) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("kind", ["threads", "distributed", "shared"])
+@pytest.mark.parametrize("kind", TRANSPORTS)
 def test_misuse_is_named_and_leaves_the_links_as_they_were(kind: str) -> None:
     said = values(run(kind, misuse))[1]
     assert "hand-over" in said[0]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from transport_harness import run, values
+from transports import ON_PROCESSES
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport import compiling
@@ -39,7 +40,7 @@ def receives_late(transport: Any, told: bool) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "timeout"),
-    [("threads", 0.2), *(pytest.param(kind, 4.0, marks=pytest.mark.slow) for kind in ("shared", "distributed"))],
+    [("threads", 0.2), *(pytest.param(kind, 4.0, marks=pytest.mark.slow) for kind in ON_PROCESSES)],
 )
 def test_a_rank_that_compiles_is_not_silent(kind: str, timeout: float) -> None:
     assert torch.equal(values(run(kind, receives_late, timeout=timeout, told=True))[0], torch.ones(1))

@@ -12,7 +12,8 @@ import pytest
 import torch
 from tiers import mostly_slow
 from torch.utils import _pytree as pytree
-from transport_harness import KINDS, run, values
+from transport_harness import run, values
+from transports import KINDS, ON_PROCESSES, TRANSPORTS
 
 from penstock.runtime.state.memory import regions
 from penstock.runtime.transport import Channel
@@ -224,7 +225,7 @@ def shapes_change(transport: Any, seed: int, early: bool) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("early", [True, False])
 def test_shapes_may_change_at_will_under_receives_posted_early(kind: str, early: bool) -> None:
-    for seed in range(1 if kind in ("distributed", "shared") else 5):
+    for seed in range(1 if kind in ON_PROCESSES else 5):
         if kind == "threads-0" and not early:
             continue  # nothing is posted ahead and nothing is buffered: only the strict order could work
         assert values(run(kind, shapes_change, seed=seed, early=early))[1] == 72
@@ -305,7 +306,7 @@ def two_programs_in_one_step(transport: Any) -> Any:
     return came
 
 
-@pytest.mark.parametrize("kind", ["threads", "distributed", "shared"])
+@pytest.mark.parametrize("kind", TRANSPORTS)
 def test_two_programs_in_one_step_do_not_mix(kind: str) -> None:
     assert values(run(kind, two_programs_in_one_step))[1] == [(float(step), n) for step in range(3) for n in (1, 3)]
 
@@ -340,7 +341,7 @@ def bounded(transport: Any, count: int) -> float:
     return peak - before
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["threads", "distributed", "shared"], "threads", "shared"))
+@pytest.mark.parametrize("kind", mostly_slow(TRANSPORTS, "threads", "shared"))
 def test_memory_does_not_grow_with_the_number_of_messages(kind: str) -> None:
     assert max(values(run(kind, bounded, count=340))) < 40
 
@@ -374,7 +375,7 @@ def saves_what_it_receives(transport: Any) -> list[bytes]:
     return saved
 
 
-@pytest.mark.parametrize("kind", ["threads", "distributed", "shared"])
+@pytest.mark.parametrize("kind", TRANSPORTS)
 def test_what_was_received_can_be_saved_and_loaded(kind: str) -> None:
     """torch.save writes a storage that is no number of whole elements in such a way that torch.load refuses it."""
     saved = values(run(kind, saves_what_it_receives))[1]

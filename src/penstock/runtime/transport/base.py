@@ -142,7 +142,7 @@ class Transport(ABC):
     def close(self) -> None:
         """Release all that the transport holds. May be called twice."""
 
-    def _check_not_broken(self) -> None:
+    def check_not_broken(self) -> None:
         """Every call that moves data begins here: a broken group must not train on."""
         if self.broken is not None:
             raise after_loss(self.broken)

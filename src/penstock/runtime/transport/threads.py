@@ -35,7 +35,7 @@ from penstock.runtime.transport.channel import (
 )
 from penstock.runtime.transport.compiling import last_compiled
 from penstock.runtime.transport.failure.blame import Excused, State, Waiting, judge
-from penstock.runtime.transport.failure.peer_failures import with_report
+from penstock.runtime.transport.failure.peer_failures import after_loss, with_report
 from penstock.runtime.transport.handover import Ready, arrive, share
 
 LOOKS_PER_TIMEOUT = 10  # at whether those who are waited for move on
@@ -247,7 +247,7 @@ class ThreadTransport(Transport):
         self.ends = ChannelEnds((), self.rank)
 
     def open(self, channels: Sequence[Channel]) -> None:
-        self._check_not_broken()
+        self.check_not_broken()
         if channels is self.ends.channels or tuple(channels) == self.ends.channels:
             return
         checked = check_channels(channels, self.ranks)
@@ -264,14 +264,10 @@ class ThreadTransport(Transport):
     def describe_link(self, source: int, target: int) -> str:
         return IN_MEMORY
 
-    def check_not_broken(self) -> None:
-        """Raise the loss that has broken the group, if one has."""
-        if self._board.failure is not None:
-            self._check_not_broken()
-
     def wait_for(self, queue: SimpleQueue[Any], peer: int, channel: Channel | None, microbatch: int) -> Any:
         """The next item of the queue, or the blame for there being none; `None` or `False` wake whoever waits."""
-        self.check_not_broken()
+        if self._board.failure is not None:
+            raise after_loss(self._board.failure)
         waits = self._board.waiting
         waits[self.rank] = waiting = Waiting(peer, channel, microbatch, monotonic())
         try:
@@ -287,7 +283,7 @@ class ThreadTransport(Transport):
         finally:
             waits[self.rank] = None
         if not item:
-            self._check_not_broken()
+            self.check_not_broken()
         return item
 
     def _judge(self, waiting: Waiting) -> PeerFailure | Excused:
@@ -298,7 +294,7 @@ class ThreadTransport(Transport):
         """Nothing to do: what was sent is in the receiver's hands."""
 
     def exchange(self, value: Any) -> list[Any]:
-        self._check_not_broken()
+        self.check_not_broken()
         for target in range(self.ranks):
             if target != self.rank:
                 self._board.mail[target][self.rank].put((value,))
@@ -321,7 +317,7 @@ class ThreadTransport(Transport):
             self._board.waiting[self.rank] = None
             return
         waiting = self._board.waiting[self.rank] = WaitingElsewhere(peer, None, -1, monotonic() - seconds)
-        self._check_not_broken()
+        self.check_not_broken()
         found = self._judge(waiting)
         if min(seconds, monotonic() - last_compiled()) > self.timeout and isinstance(found, PeerFailure):
             raise copy(self._board.abort(found))

@@ -46,7 +46,7 @@ def build_huggingface(config: TrainConfig) -> nn.Module:
 
     Nothing is downloaded, and code that lies in the folder is not run, whatever the configuration says.
     """
-    shape = _configuration(config)
+    shape = configuration_of(config)
     shape.use_cache = False
     folder = folder_of(config)
     if not is_pretrained(config):
@@ -112,7 +112,7 @@ def tensor_plan_of(config: TrainConfig, model: nn.Module) -> Any:
     )
 
 
-def _configuration(config: TrainConfig) -> Any:
+def configuration_of(config: TrainConfig) -> Any:
     name, options = config.model.source.removeprefix(HUGGINGFACE), config.model.options
     if "trust_remote_code" in options:
         raise UsageError(f"model.options.trust_remote_code is not for configurations: {NO_FOLDER_CODE}")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from deadlines import SOON
-from transport_harness import KINDS, PROCESSES, run, values
+from transport_harness import run, values
+from transports import KINDS, ON_PROCESSES, TRANSPORTS
 
 from penstock.errors import MessageError, PeerFailure, PenstockError
 from penstock.runtime.transport import Channel
@@ -29,7 +30,7 @@ def different_counts(transport: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", PROCESSES)
+@pytest.mark.parametrize("kind", ON_PROCESSES)
 def test_ranks_that_ran_different_programs_are_told_at_the_end_of_the_step(kind: str) -> None:
     for said in values(run(kind, different_counts)):
         assert "rank 0 sent 2 and rank 1 took 1" in said
@@ -49,7 +50,7 @@ def exchange_sizes(transport: Any) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", ["threads", "distributed", "shared"])
+@pytest.mark.parametrize("kind", TRANSPORTS)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_exchange_gives_every_rank_every_value_of_any_size(kind: str, ranks: int) -> None:
     assert values(run(kind, exchange_sizes, ranks=ranks)) == [True] * ranks
@@ -69,7 +70,7 @@ def hears_of_it(transport: Any) -> Any:
     return heard
 
 
-@pytest.mark.parametrize("kind", ["threads", "distributed", "shared"])
+@pytest.mark.parametrize("kind", TRANSPORTS)
 def test_a_rank_that_waits_for_nobody_hears_of_a_failed_step(kind: str) -> None:
     for heard in values(run(kind, hears_of_it)):
         assert heard == ["ValueError: boom"]
@@ -124,7 +125,7 @@ def one_step_apart(transport: Any) -> str:
     return "nothing"
 
 
-@pytest.mark.parametrize("kind", PROCESSES)
+@pytest.mark.parametrize("kind", ON_PROCESSES)
 def test_a_message_that_nobody_took_is_told_when_the_exchange_is_collected(kind: str) -> None:
     for said in values(run(kind, one_step_apart)):
         assert "rank 0 sent 1 and rank 1 took 0" in said

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from transport_harness import PROCESSES, run, values
+from transport_harness import run, values
+from transports import ON_PROCESSES
 
 from penstock.errors import RunError
 from penstock.runtime.transport import Channel
@@ -124,7 +125,7 @@ def uses_out_of_order(transport: Any) -> Any:
     return True
 
 
-@pytest.mark.parametrize("kind", PROCESSES)
+@pytest.mark.parametrize("kind", ON_PROCESSES)
 def test_a_send_never_waits_for_more_than_that_its_receive_is_posted(kind: str) -> None:
     """The bug: a new layout follows its header in a message of its own, which is received where the value is
     used. Bounding the sends under way waited for that one too; so rank 0 waited for rank 1 to use microbatch 0,

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from deadlines import TIMEOUT
-from transport_harness import PROCESSES, run, values
+from transport_harness import run, values
+from transports import ON_PROCESSES
 
 from penstock.errors import UsageError
 from penstock.runtime.transport import Channel
@@ -38,7 +39,7 @@ def in_a_subgroup(transport: Any) -> Any:
     return two.rank, came
 
 
-@pytest.mark.parametrize("kind", PROCESSES)
+@pytest.mark.parametrize("kind", ON_PROCESSES)
 def test_ranks_are_those_of_the_process_group(kind: str) -> None:
     said = values(run(kind, in_a_subgroup, ranks=3))
     assert said == [(0, "from world rank 2"), None, (1, "from world rank 0")]
@@ -62,7 +63,7 @@ def refuses(transport: Any) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("kind", PROCESSES)
+@pytest.mark.parametrize("kind", ON_PROCESSES)
 def test_a_value_that_cannot_cross_is_refused_and_the_link_goes_on(kind: str) -> None:
     first, second = values(run(kind, refuses))
     assert len(first) == 3
@@ -90,7 +91,7 @@ def leaves_nothing(transport: Any) -> Any:
     return before, held()
 
 
-@pytest.mark.parametrize("kind", PROCESSES)
+@pytest.mark.parametrize("kind", ON_PROCESSES)
 def test_close_leaves_no_thread_and_no_file_behind(kind: str) -> None:
     for before, after in values(run(kind, leaves_nothing)):
         assert before == after

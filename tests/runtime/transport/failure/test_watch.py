@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from deadlines import SOON, TIMEOUT
-from tiers import mostly_slow, tiers
+from tiers import mostly_exhaustive, mostly_slow
 from transport_harness import Outcome, run, values
+from transports import ON_PROCESSES
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport import Channel
@@ -62,13 +63,9 @@ def living(outcomes: list[Outcome], victim: int) -> list[Any]:
     ("victim", "kind"),
     mostly_slow(
         [
-            (0, "distributed"),
-            (1, "distributed-tcp"),
-            (2, "distributed"),
-            (2, "distributed-tcp"),
-            (0, "shared"),
-            (1, "shared"),
-            (2, "shared-tcp"),
+            (victim, f"{name}{store}")
+            for name in ON_PROCESSES
+            for victim, store in ((0, ""), (1, "-tcp"), (2, ""), (2, "-tcp"))
         ],
         (2, "distributed-tcp"),
         (0, "shared"),
@@ -87,7 +84,7 @@ def test_a_rank_that_is_killed_is_named_by_all_others_at_once(victim: int, kind:
 @pytest.mark.parametrize(
     ("victim", "kind"),
     mostly_slow(
-        [(2, "distributed-tcp"), (1, "distributed"), (1, "shared"), (2, "shared-tcp")],
+        [(victim, f"{name}{store}") for name in ON_PROCESSES for victim, store in ((2, "-tcp"), (1, ""))],
         (1, "distributed"),
         (2, "shared-tcp"),
     ),
@@ -100,7 +97,7 @@ def test_a_rank_that_is_stopped_is_named_by_all_others_after_the_timeout(victim:
         assert 3.9 < seconds < SOON
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["distributed-tcp", "shared-tcp"], "shared-tcp"))
+@pytest.mark.parametrize("kind", mostly_slow([f"{name}-tcp" for name in ON_PROCESSES], "shared-tcp"))
 def test_a_stopped_rank_that_hosts_the_store_does_not_hang_the_others(kind: str) -> None:
     outcomes = run(kind, loses_a_rank, ranks=3, timeout=1.0, victim=0, how=signal.SIGSTOP)
     for rank, text, seconds in living(outcomes, 0):
@@ -122,7 +119,7 @@ def wait_for_silence(transport: Any, busy: float) -> Any:
     return caught.value.rank, caught.value.cause, time.monotonic() - start
 
 
-@pytest.mark.parametrize("kind", ["threads", *tiers("distributed", "shared")])
+@pytest.mark.parametrize("kind", ["threads", *mostly_exhaustive(ON_PROCESSES, "distributed")])
 def test_the_blame_goes_to_the_rank_at_the_end_of_the_chain_of_waits(kind: str) -> None:
     timeout, busy = (0.3, 0.6) if kind == "threads" else (4.0, 14.0)  # a rank that lacks a processor waits for longer
     for rank, cause, seconds in values(run(kind, wait_for_silence, ranks=3, timeout=timeout, busy=busy))[:2]:

@@ -29,6 +29,7 @@ from penstock.runtime.transport.distributed.messages import (
     blank_header,
 )
 from penstock.runtime.transport.distributed.transfers import Transfers
+from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.layout import Book, Frame, Layout, flatten
 from penstock.runtime.transport.layout.tensor_places import whole_lines
@@ -73,7 +74,7 @@ class DistributedOutgoing(Outgoing):
     def _send(self, microbatch: int, value: Any) -> None:
         """As predicted where the value looks so, in full where it does not."""
         if self._transfers.watch.verdict is not None:
-            self._transfers.check_not_broken()
+            raise after_loss(self._transfers.watch.verdict)
         expected, channel, peer = self._expected, self.channel, self.channel.target_rank
         layout = expected.layouts.get(self.count)
         packed = None if layout is None else layout.pack_anew(value)

@@ -45,10 +45,6 @@ class Transfers:
             seconds=timeout + SLACK_SECONDS + LONGEST_SECONDS
         )  # as long as other ranks go on
 
-    @property
-    def broken(self) -> PeerFailure | None:
-        return self.watch.verdict
-
     def check_not_broken(self) -> None:
         """A broken group must not train on."""
         if self.watch.verdict is not None:

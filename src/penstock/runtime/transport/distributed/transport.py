@@ -22,9 +22,9 @@ verified program. A changed layout therefore still sends what was predicted (of 
 the new values go with the rest through the CPU, once. (There is no GPU where this was written:
 that path has not been run.)
 
-Losing a peer, and who is told what: see `watch`. A blocked wait is inside gloo, where Python does
-not see Ctrl-C before it ends: at the latest after the timeout, in practice once any rank that was
-not blocked has left.
+How the loss of a peer is found and told is in `watch`. While a wait is inside gloo, Python does not
+see Ctrl-C. Such a wait ends at the latest after the timeout. In practice it ends sooner: a rank that
+was not blocked leaves, and its connections close.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from penstock.runtime.transport.distributed.transfers import Transfers, find_dev
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting, different_calls
 from penstock.runtime.transport.failure.own_state import held_weakly
+from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.handover import Rewritten
 from penstock.runtime.transport.interrupts import uninterrupted
@@ -144,7 +145,7 @@ class DistributedTransport(Transport):
 
     def open(self, channels: Sequence[Channel]) -> None:
         if self.watch.verdict is not None:
-            self._check_not_broken()
+            raise after_loss(self.watch.verdict)
         if channels is not self.ends.channels and tuple(channels) != self.ends.channels:
             self._open(channels)
         self._exchanger.prepare()
@@ -228,7 +229,7 @@ class DistributedTransport(Transport):
         if self._uncollected is not None:
             self._uncollected()
         if self.watch.verdict is not None:
-            self._check_not_broken()
+            raise after_loss(self.watch.verdict)
 
     def _collect(self, posted: Posted) -> Exchanged:
         """What all ranks have said, unless their messages were not those of one program."""
@@ -291,7 +292,7 @@ class DistributedTransport(Transport):
 
         The predictions stay: they hold as long as both ends keep them.
         """
-        self._check_not_broken()
+        self.check_not_broken()
         self.ends.check_idle("reset()")
         self.flush()
 

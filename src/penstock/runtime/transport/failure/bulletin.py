@@ -61,11 +61,11 @@ class Bulletin:
         self._write_first(f"alarm/{self.round}", *alarm)
 
     def call_off(self, excused: Mapping[int, float]) -> None:
-        """The alarm was for nothing; `excused` are the ranks that wait with reason, and for how long there was none."""
+        """The alarm was for nothing. `excused`: who may wait on, and how many seconds ago each last had a reason."""
         self._write_first(f"off/{self.round}", dict(excused))
 
     def called_off(self) -> dict[int, float] | None:
-        """The ranks that wait with reason, if the alarm was called off."""
+        """The ranks that may wait on, if the alarm was called off; see `call_off`."""
         note = self._read("off", self.round)
         return None if note is None else note[0]
 

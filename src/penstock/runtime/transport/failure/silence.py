@@ -1,8 +1,8 @@
 """When a wait has lasted too long, and which ranks have a reason to be silent: they wait for another group, or compile.
 
-Where one waits for another group's, that group is the one to find out who is silent. A rank with such a reason counts
-its beats in the store. A count that does not grow is of a rank that stopped meanwhile (or is an old one that somebody
-wrote there again), and this group says so.
+Where a rank waits for a rank of another group, that other group finds out who is silent. A rank with such a reason
+counts its beats in the store. If its count stops growing, the rank has stopped meanwhile (or somebody wrote an old
+count there again), and this group says so.
 """
 
 from __future__ import annotations

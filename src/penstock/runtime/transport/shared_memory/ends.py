@@ -24,7 +24,7 @@ from penstock.runtime.transport.distributed.incoming import DistributedIncoming
 from penstock.runtime.transport.distributed.outgoing import DistributedOutgoing
 from penstock.runtime.transport.distributed.transfers import Transfers
 from penstock.runtime.transport.failure.blame import Waiting
-from penstock.runtime.transport.failure.peer_failures import failure_from
+from penstock.runtime.transport.failure.peer_failures import after_loss, failure_from
 from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.layout.layout import Layout, flatten
 from penstock.runtime.transport.shared_memory.blocks import allocate, build_plain, map_memory
@@ -172,7 +172,7 @@ class SharedOutgoing(Outgoing):
     def _send(self, microbatch: int, value: Any) -> None:
         connection, step = self._connection, self._transfers.exchanges
         if self._transfers.watch.verdict is not None:
-            self._transfers.check_not_broken()
+            raise after_loss(self._transfers.watch.verdict)
         self._connections.busy_with = self.channel, microbatch
         try:
             number, layout, leaves = self._match(value)

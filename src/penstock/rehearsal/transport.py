@@ -16,8 +16,9 @@ from penstock.rehearsal.network import Backend, Network, Parcel, Store
 from penstock.rehearsal.virtual_time import RankClock
 from penstock.runtime.transport.channel import Channel, ChannelEnds, Outgoing, QueuedIncoming, name_message
 from penstock.runtime.transport.distributed.exchange import Exchange
+from penstock.runtime.transport.distributed.member import Member
 from penstock.runtime.transport.distributed.transfers import Transfers
-from penstock.runtime.transport.distributed.transport import CHANNELS, DistributedTransport, Member
+from penstock.runtime.transport.distributed.transport import CHANNELS, DistributedTransport
 
 CONTROL = CHANNELS  # the number of the wires that carry exchanges, after those of channels
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Channel", "DistributedTransport", "SharedMemoryTransport", "ThreadTransport", "Transport"]
 
 # loaded only where ranks are processes
-_HOMES = {"DistributedTransport": "gloo.transport", "SharedMemoryTransport": "shared_memory.transport"}
+_HOMES = {"DistributedTransport": "distributed.transport", "SharedMemoryTransport": "shared_memory.transport"}
 
 
 def __getattr__(name: str) -> Any:

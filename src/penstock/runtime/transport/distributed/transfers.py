@@ -12,8 +12,6 @@ from copy import copy
 from datetime import timedelta
 from typing import Any, NoReturn
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import PeerFailure
@@ -125,11 +123,3 @@ class Transfers:
         timed_out = "Timed out waiting" in str(error)
         cause = f"silent for {self._timeout:g} s" if timed_out else CONNECTION_CLOSED
         raise copy(self.watch.propose(waiting.blame(self.rank, cause))) from error
-
-
-def find_device_backend(group: dist.ProcessGroup, device: torch.device | None) -> Any:
-    """The group's backend for this device, if it is not the one that serves the CPU."""
-    if device is None or device.type == "cpu":
-        return None
-    backend = group._get_backend(device)
-    return None if backend.name() == group._get_backend(torch.device("cpu")).name() else backend

@@ -29,14 +29,13 @@ was not blocked leaves, and its connections close.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,9 +46,10 @@ from penstock.runtime.transport.base import Transport, Where, nowhere
 from penstock.runtime.transport.channel import Channel, ChannelEnds, check_channels
 from penstock.runtime.transport.distributed.exchange import Exchange, Exchanged, Posted
 from penstock.runtime.transport.distributed.incoming import DistributedIncoming
+from penstock.runtime.transport.distributed.member import Member, has_agent, member_of
 from penstock.runtime.transport.distributed.messages import SUBTAGS
 from penstock.runtime.transport.distributed.outgoing import DistributedOutgoing
-from penstock.runtime.transport.distributed.transfers import Transfers, find_device_backend
+from penstock.runtime.transport.distributed.transfers import Transfers
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting, different_calls
 from penstock.runtime.transport.failure.own_state import held_weakly
@@ -62,8 +62,6 @@ from penstock.runtime.transport.layout.layout import Book
 CHANNELS = 0x1FFF  # at most, in one program
 FIRST_TAG = 0x4000_0000  # far from what users choose; then 5 bits of transport, 13 of channel, 12 within the channel
 CONTROL_TAG = CHANNELS * SUBTAGS  # after the last channel: the exchange, and cutting
-
-_made: dict[str, int] = {}  # transports made so far on each process group, for tags and keys of their own
 
 
 class DistributedTransport(Transport):
@@ -93,7 +91,7 @@ class DistributedTransport(Transport):
         if dist.get_rank(group) < 0:
             raise UsageError(f"rank {dist.get_rank()} is not in the group; make the transport on its members only")
         self._group = group
-        self._set_up(_member_of(group, device), timeout, max_sends, coordinator, device)
+        self._set_up(member_of(group, device), timeout, max_sends, coordinator, device)
 
     def _set_up(
         self,
@@ -264,7 +262,7 @@ class DistributedTransport(Transport):
 
     def name_far_host(self, failure: PeerFailure) -> None:
         """What to say where the store is gone, which another group's process had."""
-        if 0 not in dist.get_process_group_ranks(self._group) and not _has_agent():
+        if 0 not in dist.get_process_group_ranks(self._group) and not has_agent():
             self.watch.store_host.far = failure
 
     def describe_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
@@ -303,34 +301,6 @@ class DistributedTransport(Transport):
         self.ends = ChannelEnds((), self.rank)
 
 
-class Member(NamedTuple):
-    """What a transport needs of its process group, and of this rank's place in it."""
-
-    rank: int
-    ranks: int
-    backend: Any  # serves the CPU
-    device_backend: Any  # serves the device of this rank, where that is another
-    backend_name: str
-    store: Any
-    store_host: int | None  # the rank whose process has the store, if one has
-    number: int  # of this transport among those of the group, for tags and keys of its own
-
-
-def _member_of(group: dist.ProcessGroup, device: torch.device | str | None) -> Member:
-    number = _made[group.group_name] = _made.get(group.group_name, -1) + 1
-    members = dist.get_process_group_ranks(group)
-    return Member(
-        dist.get_rank(group),
-        len(members),
-        group._get_backend(torch.device("cpu")),
-        find_device_backend(group, None if device is None else torch.device(device)),
-        str(dist.get_backend(group)),
-        dist.distributed_c10d._get_process_group_store(group),
-        None if _has_agent() or 0 not in members else members.index(0),
-        number,
-    )
-
-
 def _traffic(
     transport: weakref.ref[DistributedTransport], waiting: Waiting | None
 ) -> tuple[dict[int, int], tuple[int, int] | None]:
@@ -346,8 +316,3 @@ def _close_connections(backend: Any, tag: int, peer: int) -> None:
     """A receive that times out closes all connections of this rank, and so frees its main thread."""
     with suppress(RuntimeError):
         backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag + 1).wait(timedelta(milliseconds=1))
-
-
-def _has_agent() -> bool:
-    """Whether torchrun's agent has the store, and no rank."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -72,14 +72,14 @@ class Marks:
 class Overdue:
     """Whether this rank waits in vain, by the clock; asked at every beat.
 
-    `in_other_group` and `compiling` are the ranks that have a reason to be silent.
+    `make_marks` is given a reason to be silent.
     """
 
     def __init__(
-        self, timeout: float, beat: float, in_other_group: Marks, compiling: Marks, now: Callable[[], float] = CLOCK.now
+        self, timeout: float, beat: float, make_marks: Callable[[str], Marks], now: Callable[[], float] = CLOCK.now
     ) -> None:
         self._timeout, self._beat, self._now = timeout, beat, now
-        self.in_other_group, self.compiling = in_other_group, compiling
+        self.in_other_group, self.compiling = make_marks("outside"), make_marks("compiling")
         self._excused = float("-inf")  # until when some rank compiled, or moved on that this one waits for
         self._looks = 0  # since the main thread waits as it does now
         self._watched: Waiting | None = None

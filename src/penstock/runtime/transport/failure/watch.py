@@ -11,15 +11,11 @@ process group:
 - A rank whose peer's connection closed raises an alarm that names that peer. The first alarm and the first verdict
   stand, by the store's compare-and-set, so all ranks name the same culprit.
 - A rank that has waited for longer than the timeout raises an alarm that names nobody; on a machine so busy that this
-  thread itself hardly ran meanwhile, it waits for up to three. All ranks then say what they do and for whom they wait,
-  if for anybody. The chain from the alarmed rank ends at the culprit: a rank that does not answer (stopped, or gone),
-  or answers that it waits for nobody (busy in its own code); a chain that closes is a deadlock. Where somebody in the
-  chain has moved on within the timeout, as in a pipeline so deep that it takes longer to fill, the alarm is called off,
-  and the ranks whose own chains move on wait for another timeout; a chain that stands still is not excused by that.
-- Who raised the alarm judges (`arbitration`).
+  thread itself hardly ran meanwhile, it waits for up to three.
+- After an alarm all ranks say what they do, and a verdict follows, or the alarm is called off (`arbitration`).
 - A rank that has waited for a second says in which of the user's calls it is. Where all ranks wait and not all are in
   the same call, they wait in vain, and the odd one is named at once.
-- A rank that finds a verdict cuts its own connections, by a receive that times out on purpose. That frees its main
+- A rank that finds a verdict closes its own connections, by a receive that times out on purpose. That frees its main
   thread, wherever gloo holds it. It is done only after the verdict is in the store, so whoever sees such a connection
   close will find the true reason there.
 
@@ -91,7 +87,7 @@ class Watch:
         self._asker = Asker(store, f"penstock-store-{rank}", clock) if ranks > 1 else None
         self._slowest = 0.0  # seconds that the store took for an answer of late
         self._bulletin = Bulletin(self._ask, prefix, rank, ranks)
-        self._overdue = self._make_overdue()
+        self._overdue = Overdue(timeout, self._beat, self._make_marks, clock.now)
         self._arbitration = Arbitration(self._bulletin, self._overdue, rank, ranks, timeout, self._beat, clock)
         # what the main thread has told the thread
         self._announced: PeerFailure | None = None
@@ -108,13 +104,9 @@ class Watch:
         if not self._stopping:
             self._thread.start()
 
-    def _make_overdue(self) -> Overdue:
-        fresh, now = min(STATE_SECONDS, self._timeout / 2), self.clock.now
-        in_other_group, compiling = (
-            Marks(reason, self._ask, self._bulletin.key, self._rank, self._ranks, fresh, now)
-            for reason in ("outside", "compiling")
-        )
-        return Overdue(self._timeout, self._beat, in_other_group, compiling, now)
+    def _make_marks(self, reason: str) -> Marks:
+        fresh = min(STATE_SECONDS, self._timeout / 2)
+        return Marks(reason, self._ask, self._bulletin.key, self._rank, self._ranks, fresh, self.clock.now)
 
     # -- from the main thread
 

@@ -131,10 +131,9 @@ class World:
     def _connect(self, device: torch.device | str | None) -> Transport:
         assert self.size is not None
         name = self.requested_transport or next(iter(ON_PROCESSES))
-        # no rank can begin a step without the first; who asks for shared memory by name gets nothing else
-        options: dict[str, Any] = {"coordinator": 0, "device": device}
+        options: dict[str, Any] = {"coordinator": 0, "device": device}  # no rank can begin a step without rank 0
         if self.requested_transport == "shared":
-            options["strict"] = True
+            options["strict"] = True  # shared memory was asked for by name: nothing else will do
         self.transport = ON_PROCESSES[name](self.group, self.timeout, **options)
         return self.transport
 

@@ -16,6 +16,11 @@ from penstock.checkpoint.disk.manifest import damages, newest_first
 from penstock.errors import PeerFailure, UsageError
 from penstock.rehearsal.training import rehearse_training
 from penstock.schedule import Costs, Schedule, build
+from penstock.train.config.read import load_config
+from penstock.train.launch.stopping import Stop
+from penstock.train.run.metrics import read_metrics
+from penstock.train.run.run_folder import RunFolder
+from penstock.train.worker import Job, train_as
 
 STEPS, EVERY, MICROBATCHES = 6, 2, 4
 CLIP = 0.4  # bites in some of the steps
@@ -181,7 +186,7 @@ def check_deaths(seed: int, folder: Path) -> None:
             assert torch.equal(trained.weights[name], value)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 def test_ranks_that_die_at_any_moment_lose_no_more_than_the_steps_since_the_checkpoint(seed: int, tmp_path: Path) -> None:
     check_deaths(seed, tmp_path)
 
@@ -191,6 +196,85 @@ def test_ranks_that_die_at_any_moment_lose_no_more_than_the_steps_since_the_chec
 def test_many_such_runs(first: int, tmp_path: Path) -> None:
     for seed in range(first, first + 50):
         check_deaths(seed, tmp_path / str(seed))
+
+
+MINE = """
+import torch
+from torch import nn
+
+
+def model():
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Tanh()) for _ in range(6)]
+    return nn.Sequential(*layers).to(torch.float64), nn.functional.mse_loss
+
+
+class Rows:
+    def batch(self, number):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        y = torch.sin(3 * x) * (30 if number == 6 else 1)
+        return x, y * (float("inf") if number == 9 else 1)
+
+    def validation(self, number):
+        return self.batch(1000 + number)
+"""
+COMMAND = [
+    "model.source=rehearsed_source:model",
+    "data.source=rehearsed_source:Rows",
+    "data.batch=8",
+    "pipeline.ranks=3",
+    "pipeline.microbatches=4",
+    "pipeline.schedule=zb-v",
+    "pipeline.timeout=10",
+    "training.steps=14",
+    "training.nonfinite=skip",
+    "optimizer.clip=1.0",
+    "evaluation.every=5",
+    "checkpoint.every=4",
+    "logging.every=10",
+    "logging.tensorboard=off",
+]
+
+
+class Command:
+    """`penstock train` on every rank, from the loaded configuration on."""
+
+    def __init__(self, output: Path, overlaps: bool) -> None:
+        self.config = load_config(None, [*COMMAND, f"pipeline.overlap_steps={str(overlaps).lower()}", f"output={output}"])
+        self.folder = RunFolder(output)
+        self.folder.prepare(self.config, resume=False, fresh=False).free()
+
+    def __call__(self, rank: int) -> int:
+        return train_as(Job(self.config, ""), self.config, Stop(), 0.0, processes=True, first=rank == 0)
+
+    def lines(self) -> list[tuple[str, ...]]:
+        names = ("step", "loss", "lr", "norm", "validation", "skipped")
+        return [tuple(repr(line.get(name)) for name in names) for line in read_metrics(self.folder.metrics)]
+
+
+@pytest.mark.slow
+def test_the_training_command_goes_on_after_deaths_as_if_there_had_been_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real loop: evaluations, saves in the background, clipping that bites, a step that is left out; steps that
+    overlap and steps that do not. Ranks die in a step, in an evaluation, or while a checkpoint is written.
+    """
+    (tmp_path / "rehearsed_source.py").write_text(MINE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    schedule, options = build("zb-v", 3, 4), {"steps": 20, "timeout": 10.0, "file_seconds": 0.5}
+    quiet = Command(tmp_path / "quiet", overlaps=False)
+    (reference,) = rehearse_training(quiet, schedule, COSTS, folder=quiet.folder.root, **options)  # type: ignore[arg-type]
+    assert reference.results == (0, 0, 0)
+    expected = quiet.lines()
+    assert [line[0] for line in expected if line[-1] == "True"] == ["10"]
+    draw = random.Random(0)
+    for overlaps in (False, True):
+        run = Command(tmp_path / f"run-{overlaps}", overlaps)
+        deaths = [[f"die {draw.randrange(3)} at {draw.uniform(0.2, 0.9) * reference.seconds}"] for _ in range(3)]
+        attempts = rehearse_training(run, schedule, COSTS, faults=deaths, folder=run.folder.root, **options)  # type: ignore[arg-type]
+        assert attempts[-1].results == (0, 0, 0)
+        assert any(attempt.struck for attempt in attempts)
+        assert run.lines() == expected
 
 
 def test_one_pipeline_per_rank(tmp_path: Path) -> None:

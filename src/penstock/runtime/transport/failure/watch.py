@@ -129,8 +129,8 @@ class Watch:
         self._cut = cut
         self._beat = min(BEAT, timeout / 10)
         fresh = min(STATE_SECONDS, timeout / 2)
-        outside = Marks("outside", self._ask, self._bulletin.key, rank, ranks, fresh, clock.now)
-        compiling = Marks("compiling", self._ask, self._bulletin.key, rank, ranks, fresh, clock.now)
+        outside = Marks("outside", self._ask, self._bulletin, rank, ranks, fresh, clock.now)
+        compiling = Marks("compiling", self._ask, self._bulletin, rank, ranks, fresh, clock.now)
         self._overdue = Overdue(timeout, self._beat, outside, compiling, clock.now)
         self._proposal: PeerFailure | None = None
         self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
@@ -269,33 +269,38 @@ class Watch:
     def _look(self) -> PeerFailure | None:
         """One beat: take part in what the store says, and say what this rank has to."""
         self._note_place()
-        verdict = self._bulletin.verdict()
+        step = self._step
+        has_notes = self._bulletin.has_changed(step)
+        verdict = self._bulletin.verdict() if has_notes else None
         if verdict is not None:
             return verdict
-        if not self.news:
+        if not self.news and (has_notes or self._announced is not None):
             self._read_news()
         self._overdue.outside.tell(self.outside is not None or self.elsewhere())
         self._overdue.compiling.tell(is_compiling())
         waiting, proposal = self.waiting, self._proposal
         if proposal is not None and self.clock.now() - self._stood_until < self._timeout:
             proposal = PeerFailure(self._rank, f"stood still for {self._stood_still:.0f} s, so that the others left")
+        mine: Alarm | None = None
         if proposal is not None:
-            self._raise_alarm(Alarm(self._rank, waiting, proposal))
+            mine = Alarm(self._rank, waiting, proposal)
         elif (apart := self._compare_calls(waiting)) is not None:
-            self._raise_alarm(Alarm(self._rank, waiting, apart, heard=True))
+            mine = Alarm(self._rank, waiting, apart, heard=True)
         elif self._overdue(waiting):
-            self._raise_alarm(Alarm(self._rank, waiting, None))
-        alarm = self._bulletin.alarm()
-        return None if alarm is None else self._arbitrate(alarm)
+            mine = Alarm(self._rank, waiting, None)
+        if mine is not None:
+            self._bulletin.raise_alarm(mine)
+            self._call_others()
+        alarm = self._bulletin.alarm() if has_notes or mine is not None else None
+        if alarm is not None:
+            return self._arbitrate(alarm)
+        self._bulletin.has_looked(step)
+        return None
 
     def _note_place(self) -> None:
         place = self._step, self.doing(), self.waiting
         if place != self._place:
             self._place, self._place_since = place, self.clock.now()
-
-    def _raise_alarm(self, alarm: Alarm) -> None:
-        self._bulletin.raise_alarm(alarm)
-        self._call_others()
 
     def _compare_calls(self, waiting: Waiting | None) -> PeerFailure | None:
         """Once this rank has waited for a while: who is in another call, if all ranks wait and one is."""

@@ -32,6 +32,7 @@ from penstock.messages.clock import CLOCK, Clock
 
 logger = logging.getLogger("penstock.checkpoint")
 BEAT = (0.002, 0.1)  # seconds between looks: the first, and the longest
+PROGRESS_BEAT = 1.0  # seconds between looks at every file: of a thousand processes each would look at a thousand files
 PATIENCE = 600.0  # seconds without any progress of another process
 LAST_PATIENCE = 10.0  # the same, once the program has ended
 
@@ -142,6 +143,7 @@ class Saving:
 
     def _wait(self, ready: Callable[[], bool], late: Callable[[], str]) -> None:
         pause, seen, since = BEAT[0], None, self.clock.now()
+        looked = since
         while not ready():
             loss = self.lost()
             if loss is not None:
@@ -149,9 +151,10 @@ class Saving:
             self._look_for_failures()
             self.clock.sleep(pause)
             pause = min(2 * pause, BEAT[1])
-            now = _progress(self.temporary)
-            if now != seen:
-                seen, since = now, self.clock.now()
+            if self.clock.now() - looked >= PROGRESS_BEAT:
+                looked, now = self.clock.now(), _progress(self.temporary)
+                if now != seen:
+                    seen, since = now, looked
             patience = PATIENCE if threading.main_thread().is_alive() else LAST_PATIENCE
             if self.clock.now() - since > patience:
                 raise CheckpointError(

@@ -157,9 +157,7 @@ def check_deaths(seed: int, folder: Path) -> None:
     options = {"seed": seed, "timeout": 10.0, "jitter": draw.choice([0.0, 0.2]), "steps": STEPS}
     overlaps, is_async = draw.random() < 0.5, draw.random() < 0.7
     quiet = Script(schedule, folder / "quiet", overlaps, is_async)
-    (reference,) = rehearse_training(
-        quiet, schedule, COSTS, folder=quiet.folder, file_seconds=0.4, **options
-    )
+    (reference,) = rehearse_training(quiet, schedule, COSTS, folder=quiet.folder, file_seconds=0.4, **options)
     deaths = [[f"die {draw.randrange(schedule.ranks)} at {draw.uniform(0, reference.seconds)}"] for _ in range(2)]
     script = Script(schedule, folder / "run", overlaps, is_async)
     attempts = rehearse_training(
@@ -187,7 +185,9 @@ def check_deaths(seed: int, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
-def test_ranks_that_die_at_any_moment_lose_no_more_than_the_steps_since_the_checkpoint(seed: int, tmp_path: Path) -> None:
+def test_ranks_that_die_at_any_moment_lose_no_more_than_the_steps_since_the_checkpoint(
+    seed: int, tmp_path: Path
+) -> None:
     check_deaths(seed, tmp_path)
 
 
@@ -239,7 +239,9 @@ class Command:
     """`penstock train` on every rank, from the loaded configuration on."""
 
     def __init__(self, output: Path, overlaps: bool) -> None:
-        self.config = load_config(None, [*COMMAND, f"pipeline.overlap_steps={str(overlaps).lower()}", f"output={output}"])
+        self.config = load_config(
+            None, [*COMMAND, f"pipeline.overlap_steps={str(overlaps).lower()}", f"output={output}"]
+        )
         self.folder = RunFolder(output)
         self.folder.prepare(self.config, resume=False, fresh=False).free()
 

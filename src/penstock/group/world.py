@@ -34,7 +34,9 @@ Found = TypeVar("Found")
 Given = ParamSpec("Given")
 TRANSPORTS = ("threads", "shared", "distributed")
 TRANSPORT_VARIABLE = "PENSTOCK_TRANSPORT"
-REHEARSED: ContextVar[Callable[[], Any] | None] = ContextVar("REHEARSED", default=None)  # makes the world of a rehearsal
+REHEARSED: ContextVar[Callable[[], Any] | None] = ContextVar(
+    "REHEARSED", default=None
+)  # makes the world of a rehearsal
 
 
 def collective(call: str) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:

@@ -193,7 +193,9 @@ def make_setting(
     )
 
 
-def plan_faults(faults: Sequence[PlannedFault], ranks: Sequence[RehearsedRank], time: VirtualTime, program: Schedule) -> None:
+def plan_faults(
+    faults: Sequence[PlannedFault], ranks: Sequence[RehearsedRank], time: VirtualTime, program: Schedule
+) -> None:
     """Each fault waits for its time, or for its action on its rank."""
     for fault in faults:
         at = fault.at

@@ -106,9 +106,7 @@ def rehearse_training(
     """
     found: list[Attempt] = []
     for number, planned in enumerate([*faults, ()]):
-        program, priced, checked_faults = checked(
-            schedule, costs, seed, planned, steps, timeout, jitter, store_host
-        )
+        program, priced, checked_faults = checked(schedule, costs, seed, planned, steps, timeout, jitter, store_host)
         attempt = _Attempt(train, file_seconds, None if folder is None else Path(folder))
         time = ProcessTime(seed + number, -BEAT)
         setting = make_setting(program, priced, time, store_host, timeout, steps, jitter, seed + number, False)
@@ -211,7 +209,7 @@ class TrainingTransport(RehearsalTransport):
 
     def open(self, channels: Sequence[Channel]) -> None:
         super().open(channels)
-        self._owner.channels = self.ends.channels
+        self._owner.channels = tuple(self.ends.channels)
 
 
 class TrainedRank(RehearsedRank):

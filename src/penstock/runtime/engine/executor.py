@@ -62,7 +62,7 @@ class Executor:
         self.rank = rank
         self.computations = Computations(stages, mailbox)
         self.stages = self.computations.stages
-        self.computes = {
+        self.computes: dict[Op, Callable[[int, int], None]] = {
             Op.F: self.computations.forward,
             Op.B: self.computations.backward,
             Op.I: self.computations.backward,

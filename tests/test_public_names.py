@@ -43,6 +43,7 @@ PENSTOCK = [
     "plan",
     "randomness",
     "rehearse",
+    "rehearse_training",
     "restore_batch_norm",
     "save",
 ]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from penstock.pipeline import StepResult as StepResult
     from penstock.planner.plan import plan as plan
     from penstock.rehearsal.rehearse import rehearse as rehearse
+    from penstock.rehearsal.training import rehearse_training as rehearse_training
     from penstock.runtime.batch.batch_options import BatchOptions as BatchOptions
     from penstock.runtime.batch.lengths import by_tokens as by_tokens
     from penstock.runtime.batch.microbatch import Microbatches as Microbatches
@@ -78,6 +79,7 @@ _HOMES = {  # what is public, and the module that has it
     "plan": "penstock.planner.plan",
     "randomness": "penstock.runtime.state.randomness",
     "rehearse": "penstock.rehearsal.rehearse",
+    "rehearse_training": "penstock.rehearsal.training",
     "restore_batch_norm": "penstock.runtime.state.batch_norm",
     "save": "penstock.checkpoint.single",
 }

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -733,3 +734,75 @@ def test_a_loss_scaler_leaves_out_what_overflows_and_says_so():
     assert all(map(torch.equal, made[0][1], made[1][1]))
     assert not updated[0]
     assert updated[-1]
+
+
+# -- where steps end together all the same: the results are those of the loop by hand
+
+
+def local(value: Tensor) -> Tensor:
+    """A sharded tensor as this process holds it."""
+    return getattr(value, "_local_tensor", value)
+
+
+def kind_of(kind: str, by_train_steps: bool) -> dict[str, Any]:
+    """Six steps with clipping that bites and an overflow that is left out."""
+    options: dict[str, Any] = {"dtype": torch.float64}
+    schedule, size = "zb-h1", dist.get_world_size()
+    if kind in ("ddp", "fsdp"):
+        options |= {"mesh": penstock.mesh(pp=size // 2, dp=2)}
+        options |= {"parallel_options": penstock.ParallelOptions(replicate=kind)}
+        size //= 2
+    data = list(batches([1.0, 1.0, 40.0, math.inf, 30.0, 1.0], torch.float64))
+    if kind in ("ddp", "fsdp"):
+        mine = options["mesh"].get_local_rank("dp")
+        data = [(x[mine : mine + 8], y[mine : mine + 8]) for x, y in data]  # of other rows on each replica
+    transport = "distributed" if dist.get_world_size() == 1 else None
+    with pipeline(schedule, size, transport, **options) as pipe:
+        with pipe.record() if kind == "record" else nullcontext():
+            if by_train_steps:
+                optimizer = OPTIMIZERS["adamw"](pipe.parameters())
+                rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+                results = list(pipe.train_steps(data, optimizer, clip=2.0, scheduler=rate, skip_nonfinite=True))
+                found: dict[str, Any] = {
+                    "losses": [each.loss.item() for each in results],
+                    "norms": [each.norm.item() for each in results],
+                    "updated": [each.updated for each in results],
+                    "state": state_of(pipe, optimizer),
+                    "together": [each.together for each in results],
+                }
+            else:
+                found = by_hand(pipe, data, "adamw", 2.0, True)
+    found["state"] = [local(value) for value in found["state"]]
+    return found
+
+
+def kinds(names: list[str]) -> dict[str, Any]:
+    found = {}
+    for name in names:
+        one, other = (kind_of(name, by_train_steps) for by_train_steps in (False, True))
+        found[name] = differences(one, other), other["together"], other["updated"]
+    return found
+
+
+def check_kinds(ranks: int, expected: dict[str, str]) -> None:
+    for found in on_processes(ranks, kinds, list(expected)):
+        for name, why in expected.items():
+            apart, together, updated = found[name]
+            assert not apart, name
+            assert set(together[1:]) == {why}, name
+            assert updated == [True, True, True, False, True, True]
+
+
+def test_one_process_trains_as_the_loop_by_hand():
+    """A pipeline of one rank has nobody to wait for; its updates are made early, and taken back, all the same."""
+    for found in on_processes(1, kinds, ["plain", "record"]):
+        for name, (apart, together, updated) in found.items():
+            assert not apart, name
+            assert set(together[1:]) <= {"", "clipping, or a skip, of late"} or name == "record"
+            assert updated == [True, True, True, False, True, True]
+
+
+@pytest.mark.slow
+def test_replicas_shards_and_recorded_steps_train_as_the_loop_by_hand():
+    check_kinds(2, {"ddp": (why := "replicas, sharded or spread parameters"), "fsdp": why, "record": "record()"})
+    check_kinds(4, {"ddp": why})

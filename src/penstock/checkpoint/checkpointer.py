@@ -11,7 +11,7 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from penstock.checkpoint.save.saving import GivenUp, Saving, remove
 from penstock.checkpoint.save.write_plan import Planner
 from penstock.errors import CheckpointError, UsageError
 from penstock.files.tensors import Body
+from penstock.messages.clock import Background, Pending
 from penstock.rules import is_count
 
 if TYPE_CHECKING:
@@ -67,8 +68,8 @@ class Checkpointer:
         self.async_save, self._leave_out = async_save, leave_out
         self.files = Directory(self.directory, keep_last, keep_every, keep_best)
         self._planner = Planner()
-        self._writer: ThreadPoolExecutor | None = None
-        self._under_way: list[tuple[Saving, Future[Path]]] = []
+        self._writer: Background | None = None
+        self._under_way: list[tuple[Saving, Pending]] = []
         self._failed: BaseException | None = None  # what went wrong in the background, until it is raised
         self._bodies: list[Body] = []  # free ones
         self._pipe: weakref.ref[Pipeline] | None = None  # of the last save
@@ -124,7 +125,7 @@ class Checkpointer:
         if self.async_save:
             saving.copy(self._bodies.pop() if self._bodies else Body(), self._planner.value_of)
             if self._writer is None:
-                self._writer = ThreadPoolExecutor(1, thread_name_prefix="penstock-checkpoint")
+                self._writer = processes.clock.background("penstock-checkpoint")
             self._under_way.append((saving, self._writer.submit(saving.run)))
         else:
             saving.read_from(self._planner.value_of)
@@ -184,6 +185,7 @@ class Checkpointer:
             document={**document, "serial": where.serial},
             lost=processes.lost,
             finished=self.files.tidy,
+            clock=processes.clock,
         )
 
     def _settle(self, processes: Processes, leave: int = 0) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from penstock.errors import CheckpointError, UsageError
 from penstock.group.agreement import agree
+from penstock.messages.clock import CLOCK
 from penstock.messages.collective import all_gather
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Processes:
         self._world = world
         self._call = call
         self._transport = world.transport
+        self.clock = CLOCK if world.transport is None else world.transport.clock
         self._group = _whole_mesh(pipe)
         self._link = getattr(pipe.deployment.replication, "_link", None)
         if self._group is not None:

@@ -10,8 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 
 
 class Event(Protocol):
@@ -42,6 +46,22 @@ class Worker(Protocol):
     def join(self, timeout: float | None = None) -> None: ...
 
 
+class Pending(Protocol):
+    """As `concurrent.futures.Future`, as far as it is used here."""
+
+    def done(self) -> bool: ...
+
+    def exception(self, timeout: float | None = None) -> BaseException | None: ...
+
+
+class Background(Protocol):
+    """As an executor of `concurrent.futures`, as far as it is used here."""
+
+    def submit(self, work: Callable[[], Any], /) -> Pending: ...
+
+    def shutdown(self) -> None: ...
+
+
 class Clock:
     """The machine's time and threads."""
 
@@ -62,6 +82,14 @@ class Clock:
     def worker(self, target: Callable[[], None], name: str) -> Worker:
         """What runs `target` beside everything else, once it is started; it does not keep the process alive."""
         return threading.Thread(target=target, name=name, daemon=True)
+
+    def background(self, name: str) -> Background:
+        """What does one piece of work after the other, beside everything else; a program that ends waits for it."""
+        return ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def paced(self, work: Callable[Given, Found]) -> Callable[Given, Found]:
+        """Work on files, which takes its own time; in a rehearsal, the time that it is said to take."""
+        return work
 
 
 CLOCK = Clock()

@@ -92,7 +92,7 @@ class RehearsedRank:
         self.failing: PlannedFault | None = None
         self._share = 1.0  # of the time of an overlapped pair's parts
         self._step = 0
-        self._channels: tuple[Channel, ...] = ()
+        self.channels: tuple[Channel, ...] = ()
         self.ended = False
         self.done: dict[int, StepDone] = {}
         self.notices: list[Notice] = []
@@ -107,10 +107,10 @@ class RehearsedRank:
         placement, topology = program.placement, program.topology
         transport = RehearsalTransport(
             *(self.rank, program.ranks, setting.network, setting.store, setting.timeout),
-            *(self._stamp, self._posted),
+            *(self.stamp, self.posted),
         )
         mailbox = Mailbox(self.rank, placement, topology, transport)
-        self._channels = mailbox.channels
+        self.channels = mailbox.channels
         stages = {stage: RehearsedStage(stage, topology, self._spend) for stage in placement.stages_of(self.rank)}
         executor = Executor(self.rank, stages, mailbox, transport)
         if setting.costs.overlap is not None:
@@ -187,22 +187,22 @@ class RehearsedRank:
         if setting.record:
             self.order.append((stage, op, microbatch, None))
 
-    def _posted(self, channel_number: int, microbatch: int) -> None:
+    def posted(self, channel_number: int, microbatch: int) -> None:
         if self._setting.record:
-            channel = self._channels[channel_number]
+            channel = self.channels[channel_number]
             op = Op.RECV_F if channel.direction == "F" else Op.RECV_B
             self.order.append((channel.target_stage, op, microbatch, channel.source_stage))
 
-    def _stamp(self, channel_number: int, message: Message) -> Parcel:
+    def stamp(self, channel_number: int, message: Message) -> Parcel:
         """What becomes of a message on its way."""
         setting, microbatch = self._setting, message.microbatch
-        channel = self._channels[channel_number]
+        channel = self.channels[channel_number]
         occupied, delay = setting.ways[channel_number]
         fate = ""
         if message.failure is None:
             op = Op.SEND_F if channel.direction == "F" else Op.SEND_B
             if self.strikes:
-                key = message.step, op, channel.source_stage, microbatch, channel.target_stage
+                key = self._step, op, channel.source_stage, microbatch, channel.target_stage
                 fault = self.strikes.pop(key, None)
                 if fault is not None:
                     self.struck.append(fault)

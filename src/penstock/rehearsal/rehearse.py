@@ -90,17 +90,17 @@ def rehearse(
         store_host: The rank whose process has the store of the process group. By default none has: the launcher has it.
         record: Whether to keep the order of actions; for millions of them that takes memory.
     """
-    program, costs, planned = _checked(schedule, costs, seed, faults, steps, timeout, jitter, store_host)
+    program, costs, planned = checked(schedule, costs, seed, faults, steps, timeout, jitter, store_host)
     longest = max(max(map(max, costs.by_op(program.stages))), 0.0)
-    limit = _limit(program, costs, planned, steps, timeout, jitter) + longest
+    limit = limit_of(program, costs, planned, steps, timeout, jitter) + longest
     time = VirtualTime(seed, -BEAT_SECONDS)
-    setting = _setting(program, costs, time, store_host, timeout, steps, jitter, seed, record)
+    setting = make_setting(program, costs, time, store_host, timeout, steps, jitter, seed, record)
     ranks = [RehearsedRank(rank, setting) for rank in range(program.ranks)]
     draw = random.Random(seed)
     with _without_collecting(program.columns.size):
         for rank in ranks:
             time.start(rank.rank, rank.live, -BEAT_SECONDS * draw.random())
-        _plan(planned, ranks, time, program)
+        plan_faults(planned, ranks, time, program)
         try:
             time.run(lambda: not setting.unsettled, limit)
             seconds = time.now
@@ -109,7 +109,7 @@ def rehearse(
     return _outcome(program, ranks, seconds, steps, setting)
 
 
-def _checked(
+def checked(
     schedule: Schedule,
     costs: Costs | None,
     seed: int,
@@ -119,6 +119,7 @@ def _checked(
     jitter: float,
     store_host: int | None,
 ) -> tuple[Schedule, Costs, list[PlannedFault]]:
+    """The program, costs and faults of a rehearsal, if all of what was asked for can be rehearsed."""
     expect_schedule(schedule, "rehearse")
     if costs is not None and not isinstance(costs, Costs):
         raise UsageError(f"costs must be a Costs, such as Costs(forward=0.2, input=0.2, weight=0.1); got {costs!r}")
@@ -144,7 +145,7 @@ def _checked(
     return program, costs, [check_planned(fault, program, steps) for fault in faults]
 
 
-def _limit(
+def limit_of(
     program: Schedule, costs: Costs, faults: Sequence[PlannedFault], steps: int, timeout: float, jitter: float
 ) -> float:
     """When every rank has ended, unless it hangs: what the steps take at most, and then the time to find a culprit."""
@@ -154,7 +155,7 @@ def _limit(
     return steps * (step + timeout) + pauses + 10 * timeout + 60
 
 
-def _setting(
+def make_setting(
     program: Schedule,
     costs: Costs,
     time: VirtualTime,
@@ -165,6 +166,7 @@ def _setting(
     seed: int,
     record: bool,
 ) -> Setting:
+    """What the ranks of a rehearsal have in common."""
     count = program.microbatches
     ways = []
     for link in links(program.placement, program.topology):
@@ -191,7 +193,9 @@ def _setting(
     )
 
 
-def _plan(faults: Sequence[PlannedFault], ranks: Sequence[RehearsedRank], time: VirtualTime, program: Schedule) -> None:
+def plan_faults(
+    faults: Sequence[PlannedFault], ranks: Sequence[RehearsedRank], time: VirtualTime, program: Schedule
+) -> None:
     """Each fault waits for its time, or for its action on its rank."""
     for fault in faults:
         at = fault.at

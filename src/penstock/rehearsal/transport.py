@@ -141,12 +141,20 @@ class RehearsalTransport(DistributedTransport):
     holds_interrupts = False
 
     def __init__(
-        self, rank: int, ranks: int, network: Network, store: Store, timeout: float, stamp: Stamp, posted: Posted
+        self,
+        rank: int,
+        ranks: int,
+        network: Network,
+        store: Store,
+        timeout: float,
+        stamp: Stamp,
+        posted: Posted,
+        clock: RankClock | None = None,
     ) -> None:
         self._stamp, self._posted = stamp, posted
         self._backend = Backend(network, rank)
         member = Member(rank, ranks, self._backend, None, "virtual", store, store.host, 0)
-        self._set_up(member, timeout, max_sends=1, coordinator=0, clock=RankClock(network.time, rank))
+        self._set_up(member, timeout, max_sends=1, coordinator=0, clock=clock or RankClock(network.time, rank))
         self._exchanger = SharedReading(self._exchanger, network)
         self._exchanger.sockets = Mail(network, self._transfers)
 

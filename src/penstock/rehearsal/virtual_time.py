@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import count
 from queue import Empty
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from penstock.errors import UsageError
 from penstock.messages.clock import Clock
@@ -24,6 +24,8 @@ try:
 except ModuleNotFoundError as error:  # not every installation rehearses
     raise UsageError("a rehearsal needs greenlet; install penstock[rehearsal]") from error
 
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 EVERYWHERE = -1  # the rank of tasks that belong to no rank
 _LIMIT = -1  # in the place of a ticket: look whether the task's limit has come
 
@@ -170,8 +172,9 @@ class VirtualTime:
 class RankClock(Clock):
     """The clock of one rank: what it starts and waits for runs on virtual time."""
 
-    def __init__(self, time: VirtualTime, rank: int) -> None:
+    def __init__(self, time: VirtualTime, rank: int, file_seconds: float = 0.0) -> None:
         self._time, self._rank = time, rank
+        self._file_seconds = file_seconds  # that each work on a file takes
 
     def now(self) -> float:
         return self._time.now
@@ -187,6 +190,18 @@ class RankClock(Clock):
 
     def worker(self, target: Callable[[], None], name: str) -> VirtualWorker:
         return VirtualWorker(self._time, self._rank, target)
+
+    def background(self, name: str) -> VirtualBackground:
+        return VirtualBackground(self, name)
+
+    def paced(self, work: Callable[Given, Found]) -> Callable[Given, Found]:
+        def takes_time(*args: Given.args, **kwargs: Given.kwargs) -> Found:
+            self.sleep(self._file_seconds / 2)
+            found = work(*args, **kwargs)
+            self.sleep(self._file_seconds / 2)
+            return found
+
+        return takes_time
 
 
 class VirtualEvent:
@@ -263,3 +278,50 @@ class VirtualWorker:
     def join(self, timeout: float | None = None) -> None:
         if self.is_alive():
             self._ended.wait(math.inf if timeout is None else timeout)
+
+
+class VirtualPending:
+    """As `concurrent.futures.Future`."""
+
+    def __init__(self, clock: RankClock, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._ended = clock.event()
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._work()
+        except Exception as error:  # raised when it is asked for
+            self._error = error
+        self._ended.set()
+
+    def done(self) -> bool:
+        return self._ended.wait(0.0)
+
+    def exception(self, timeout: float | None = None) -> Exception | None:
+        if not self._ended.wait(math.inf if timeout is None else timeout):
+            raise TimeoutError
+        return self._error
+
+
+class VirtualBackground:
+    """As an executor of `concurrent.futures` with one thread."""
+
+    def __init__(self, clock: RankClock, name: str) -> None:
+        self._clock = clock
+        self._queue = clock.queue()
+        self._worker = clock.worker(self._run, name)
+        self._worker.start()
+
+    def submit(self, work: Callable[[], Any]) -> VirtualPending:
+        pending = VirtualPending(self._clock, work)
+        self._queue.put(pending)
+        return pending
+
+    def shutdown(self) -> None:
+        self._queue.put(None)
+        self._worker.join()
+
+    def _run(self) -> None:
+        while (pending := self._queue.get()) is not None:
+            pending.run()

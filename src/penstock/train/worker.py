@@ -105,42 +105,48 @@ def _leave_fork_server() -> None:
 def train_here(job: Job, stop: Stop) -> int:
     """Train in this process, as one rank or as all of them; the exit code."""
     began = monotonic()
-    folder, count = RunFolder(Path(job.config.output)), int(os.environ.get("WORLD_SIZE", "1"))
+    count = int(os.environ.get("WORLD_SIZE", "1"))
     elastic = job.config.launch.elastic and "WORLD_SIZE" in os.environ
     config = layout_for(job.config, count) if elastic else job.config
     processes = config.pipeline.workers == "processes" and count > 1
     first = not processes or int(os.environ.get("RANK", "0")) == 0
     with _group(config, processes):
-        seed_generators(config.seed)  # a shuffle by Python's own `random` is the same on all ranks, too
-        data = open_data(config)
-        check_validation(config, data)
-        state = RunState.of(config, _pipeline(config, folder, data, processes), data)
-        share, peak = utilisation(config, state.pipe, data.first())
-        checkpointer = _checkpointer(config, folder)
-        resumed = resume(job.config, state, checkpointer)
-        if first:  # a configuration that the checkpoint does not fit has been refused by now
-            folder.keep_config(job.config)
-        start = resumed.step
-        metrics = Metrics(folder.metrics, start, open_outlets(config, folder.root, start)) if first else None
-        progress = Progress(sys.stdout if first else None, config.logging.every)
-        for line in _first_lines(job, state, peak if share is not None else "", checkpointer, resumed):
-            progress.say(line)
-        reporter = Reporter(config.training.steps, metrics, progress, share)
-        trainer = Trainer(state, checkpointer, folder, reporter)
-        trainer.go_on(resumed.extra)
-        try:
-            ending = trainer.run(start, stop)
-        except Exception:
-            with suppress(PenstockError):  # a save that is under way is seen through, unless a peer is lost
-                checkpointer.close()
-            raise
-        finally:
-            reporter.close()
-        checkpointer.close()
-        if first:
-            seconds = monotonic() - began
-            progress.say(closing_words(config, folder, ending, checkpointer.latest(), seconds, job.resume_command))
-        state.pipe.close()
+        return train_as(job, config, stop, began, processes=processes, first=first)
+
+
+def train_as(job: Job, config: TrainConfig, stop: Stop, began: float, *, processes: bool, first: bool) -> int:
+    """Train as one rank of a group that is there, or as all ranks; `first` is the process that writes for all."""
+    folder = RunFolder(Path(job.config.output))
+    seed_generators(config.seed)  # a shuffle by Python's own `random` is the same on all ranks, too
+    data = open_data(config)
+    check_validation(config, data)
+    state = RunState.of(config, _pipeline(config, folder, data, processes), data)
+    share, peak = utilisation(config, state.pipe, data.first())
+    checkpointer = _checkpointer(config, folder)
+    resumed = resume(job.config, state, checkpointer)
+    if first:  # a configuration that the checkpoint does not fit has been refused by now
+        folder.keep_config(job.config)
+    start = resumed.step
+    metrics = Metrics(folder.metrics, start, open_outlets(config, folder.root, start)) if first else None
+    progress = Progress(sys.stdout if first else None, config.logging.every)
+    for line in _first_lines(job, state, peak if share is not None else "", checkpointer, resumed):
+        progress.say(line)
+    reporter = Reporter(config.training.steps, metrics, progress, share)
+    trainer = Trainer(state, checkpointer, folder, reporter)
+    trainer.go_on(resumed.extra)
+    try:
+        ending = trainer.run(start, stop)
+    except Exception:
+        with suppress(PenstockError):  # a save that is under way is seen through, unless a peer is lost
+            checkpointer.close()
+        raise
+    finally:
+        reporter.close()
+    checkpointer.close()
+    if first:
+        seconds = monotonic() - began
+        progress.say(closing_words(config, folder, ending, checkpointer.latest(), seconds, job.resume_command))
+    state.pipe.close()
     return INTERRUPTED if ending.stopped else 0
 
 

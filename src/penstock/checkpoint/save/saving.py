@@ -28,9 +28,11 @@ from penstock.checkpoint.disk.plain_files import create, read_plain
 from penstock.checkpoint.save.write_plan import WritePlan, file_of
 from penstock.errors import CheckpointError
 from penstock.files.tensors import Body, TensorEntry, streamed, sync_directory, write_file
+from penstock.messages.clock import CLOCK, Clock
 
 logger = logging.getLogger("penstock.checkpoint")
 BEAT = (0.002, 0.1)  # seconds between looks: the first, and the longest
+PROGRESS_BEAT = 1.0  # seconds between looks at every file: of a thousand processes each would look at a thousand files
 PATIENCE = 600.0  # seconds without any progress of another process
 LAST_PATIENCE = 10.0  # the same, once the program has ended
 
@@ -53,6 +55,7 @@ class Saving:
     document: Mapping[str, Any]  # of the manifest, but for its files
     lost: Callable[[], Exception | None]
     finished: Callable[[Path], None]  # on process 0, after the rename
+    clock: Clock = CLOCK  # by which the other processes are waited for
     body: Body | None = None
     _pieces: Callable[[], Iterable[memoryview]] = list
 
@@ -77,7 +80,7 @@ class Saving:
             if self.number == 0:
                 self._finish(self._notes())
                 try:  # what is saved is saved, whether or not older ones can be deleted
-                    self.finished(self.final)
+                    self.clock.paced(self.finished)(self.final)
                 except OSError as error:
                     logger.warning("older checkpoints could not be deleted: %s", error)
             else:
@@ -98,10 +101,11 @@ class Saving:
     def _write_part(self) -> None:
         layout = self.plan.layout
         name = file_of(self.number)
-        size, crc = write_file(self.temporary / name, chain([layout.header], self._pieces()))
+        write = self.clock.paced(write_file)
+        size, crc = write(self.temporary / name, chain([layout.header], self._pieces()))
         note = json.dumps({"file": [name, size, crc], "plain": self.plain}).encode()
         partial = self.temporary / f".note-{self.number:05d}"
-        write_file(partial, [note])
+        write(partial, [note])
         partial.rename(self.temporary / f"note-{self.number:05d}.json")
 
     # -- process 0
@@ -119,8 +123,9 @@ class Saving:
     def _finish(self, notes: Sequence[Mapping[str, Any]]) -> None:
         files = {name: [size, crc] for name, size, crc in (note["file"] for note in notes)}
         index = {"tensors": self.plan.tensors, "processes": [note["plain"] for note in notes]}
-        files[INDEX] = list(write_file(self.temporary / INDEX, [json.dumps(index).encode()]))
-        write_file(self.temporary / MANIFEST, [seal({**self.document, "files": files})])
+        write = self.clock.paced(write_file)
+        files[INDEX] = list(write(self.temporary / INDEX, [json.dumps(index).encode()]))
+        write(self.temporary / MANIFEST, [seal({**self.document, "files": files})])
         for number in range(self.count):
             (self.temporary / f"note-{number:05d}.json").unlink()
         sync_directory(self.temporary)
@@ -137,19 +142,21 @@ class Saving:
     # -- both
 
     def _wait(self, ready: Callable[[], bool], late: Callable[[], str]) -> None:
-        pause, seen, since = BEAT[0], None, time.monotonic()
+        pause, seen, since = BEAT[0], None, self.clock.now()
+        looked = since
         while not ready():
             loss = self.lost()
             if loss is not None:
                 raise GivenUp(f"step {self.step} was not saved: {loss}", path=self.final)
             self._look_for_failures()
-            time.sleep(pause)
+            self.clock.sleep(pause)
             pause = min(2 * pause, BEAT[1])
-            now = _progress(self.temporary)
-            if now != seen:
-                seen, since = now, time.monotonic()
+            if self.clock.now() - looked >= PROGRESS_BEAT:
+                looked, now = self.clock.now(), _progress(self.temporary)
+                if now != seen:
+                    seen, since = now, looked
             patience = PATIENCE if threading.main_thread().is_alive() else LAST_PATIENCE
-            if time.monotonic() - since > patience:
+            if self.clock.now() - since > patience:
                 raise CheckpointError(
                     f"step {self.step} was not saved: for {patience:g} s, {late()} in {self.temporary}", path=self.final
                 )

@@ -62,7 +62,7 @@ class Executor:
         self.rank = rank
         self.computations = Computations(stages, mailbox)
         self.stages = self.computations.stages
-        self._computes = {
+        self.computes: dict[Op, Callable[[int, int], None]] = {
             Op.F: self.computations.forward,
             Op.B: self.computations.backward,
             Op.I: self.computations.backward,
@@ -146,7 +146,7 @@ class Executor:
             return self._run_pair, [(part, self._entry(part)) for part in action.parts()], None
         if op.is_sharding:
             return self._shard, action, None
-        function = self._computes[op]
+        function = self.computes[op]
         return function, stage, microbatch
 
     def run_default(self, action: Action) -> None:

@@ -111,6 +111,13 @@ def held(quietly: bool) -> Iterator[None]:
         _holding.quietly = before
 
 
+def swap_holding(quietly: bool | None) -> bool | None:
+    """Set what the code that runs on this thread has of the generator, where several take turns on it; what it had."""
+    before: bool | None = getattr(_holding, "quietly", None)
+    _holding.quietly = quietly
+    return before
+
+
 class GeneratorLock:
     """Who may use the one generator of this process now: one compute alone, or several that draw nothing.
 

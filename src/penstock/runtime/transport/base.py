@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import PeerFailure
+from penstock.messages.clock import CLOCK, Clock
 from penstock.runtime.transport.channel import Channel, ChannelEnds
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.schedule import Action
@@ -44,6 +45,7 @@ class Transport(ABC):
     rank: int
     ranks: int
     timeout: float
+    clock: Clock = CLOCK  # by which ranks are waited for
     ends: ChannelEnds[Any, Any]  # of the channels that are open
     holds_interrupts = False  # whether Ctrl-C waits for messages and for the step's end, see `interrupts`
     call: str = ""  # what this rank's user has called, where all ranks must call the same

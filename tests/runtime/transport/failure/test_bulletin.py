@@ -70,3 +70,23 @@ def test_calls_are_compared_only_where_all_have_told_theirs_after_as_many_exchan
     assert ranks[0].calls(4) == []
     ranks[1].tell_call(4, "evaluate()")
     assert ranks[0].calls(4) == ["step()", "evaluate()"]
+
+
+def test_a_look_is_needed_again_after_a_note_or_in_another_step(ranks: list[Bulletin]) -> None:
+    """Twice a second every rank looks; with a thousand ranks the store answers one question each, and not three."""
+    assert ranks[1].has_changed(0)
+    assert ranks[1].has_changed(0)  # until the look is done: it may have ended in an error
+    ranks[1].has_looked(0)
+    assert not ranks[1].has_changed(0)
+    assert ranks[1].has_changed(1)
+    writes = [
+        lambda: ranks[0].tell_news(1, PeerFailure(0, "it failed")),
+        lambda: ranks[0].raise_alarm(Alarm(0, None, None)),
+        lambda: ranks[0].call_off({1: 0.25}),
+        lambda: ranks[0].pronounce(PeerFailure(1, "died or left")),
+    ]
+    for write in writes:
+        ranks[1].has_looked(1)
+        assert not ranks[1].has_changed(1)
+        write()
+        assert ranks[1].has_changed(1)

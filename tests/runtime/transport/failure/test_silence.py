@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.runtime.transport.failure import notes
+from penstock.runtime.transport.failure.bulletin import Bulletin
 from penstock.runtime.transport.failure.silence import Marks
 
 
@@ -18,18 +19,24 @@ def test_a_mark_that_is_written_again_excuses_no_silence() -> None:
         if method == "set":
             store[arguments[0]] = arguments[1].encode()
             return None
+        if method == "add":
+            store[arguments[0]] = store.get(arguments[0], 0) + arguments[1]
+            return store[arguments[0]]
         return store[arguments[0]] if method == "get" else arguments[0][0] in store
 
-    stopped, other = (Marks("compiling", ask, str, rank, 2, fresh=0.05) for rank in (0, 1))
+    boards = [Bulletin(ask, "penstock/0", rank, 2) for rank in (0, 1)]
+    stopped, other = (Marks("compiling", ask, board, rank, 2, fresh=0.05) for rank, board in enumerate(boards))
+    assert not other.anybody()
     recorded = []
     for _ in range(3):
         stopped.tell(True)
         recorded.append(dict(store))
+        boards[1].has_changed(0)
         assert other.anybody()
     time.sleep(0.1)
     for old in recorded:
         store.update(old)
         assert not other.anybody()
-    store["compiling/0"] = b"4"
+    store["penstock/0/compiling/0"] = b"4"
     with pytest.raises(notes.Tampered):
         other.anybody()

@@ -104,7 +104,7 @@ class DistributedTransport(Transport):
     ) -> None:
         """Set up everything that hangs on the group's backend and store, whatever these are."""
         self.rank, self.ranks = member.rank, member.ranks
-        self.timeout = timeout
+        self.timeout, self.clock = timeout, clock
         self.device = None if device is None else torch.device(device)
         self._backend_name = member.backend_name
         self._tag = FIRST_TAG + member.number % 32 * (CHANNELS + 1) * SUBTAGS

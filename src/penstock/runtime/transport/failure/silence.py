@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.messages.clock import CLOCK
 from penstock.runtime.transport.failure.blame import Waiting
+from penstock.runtime.transport.failure.bulletin import Bulletin
 from penstock.runtime.transport.failure.notes import read, write
 
 OTHER_GROUP_SECONDS = 12.0  # more patience where a rank waits for another group, which has less
@@ -28,16 +29,18 @@ class Marks:
         self,
         reason: str,
         ask: Callable[..., Any],
-        key: Callable[[str], str],
+        bulletin: Bulletin,
         rank: int,
         ranks: int,
         fresh: float,
         now: Callable[[], float] = CLOCK.now,
     ) -> None:
         self._ask, self._now = ask, now
-        self._keys = [key(f"{reason}/{other}") for other in range(ranks)]
+        self._bulletin = bulletin
+        self._keys = [bulletin.key(f"{reason}/{other}") for other in range(ranks)]
         self._own = self._keys[rank]
-        self._ever = key(f"{reason}/ever")  # whether any rank has ever had it: mostly none has, and one look tells
+        self._ever = bulletin.key(f"{reason}/ever")  # whether any rank has ever had it: mostly none has
+        self._nobody: int | None = None  # the count of notes when none had
         self._fresh = fresh
         self._count = 0
         self._has_reason = False
@@ -48,6 +51,7 @@ class Marks:
         if has_reason or self._has_reason:
             if not self._count:
                 self._ask("set", self._ever, "yes")
+                self._bulletin.count_note()
             self._count += 1
             self._has_reason = has_reason
             self._ask("set", self._own, write(self._own, self._count, has_reason))
@@ -55,7 +59,10 @@ class Marks:
     def anybody(self) -> bool:
         """Whether some rank here has it, as far as its count moves."""
         now, found = self._now(), False
+        if self._nobody == self._bulletin.count:
+            return False
         if not self._ask("check", [self._ever]):
+            self._nobody = self._bulletin.count
             return False
         for key in self._keys:
             if not self._ask("check", [key]):

@@ -106,7 +106,7 @@ class Watch:
 
     def _make_marks(self, reason: str) -> Marks:
         fresh = min(STATE_SECONDS, self._timeout / 2)
-        return Marks(reason, self._ask, self._bulletin.key, self._rank, self._ranks, fresh, self.clock.now)
+        return Marks(reason, self._ask, self._bulletin, self._rank, self._ranks, fresh, self.clock.now)
 
     # -- from the main thread
 
@@ -243,28 +243,33 @@ class Watch:
     def _look(self) -> PeerFailure | None:
         """One beat: take part in what the store says, and say what this rank has to."""
         self.own.look(self.waiting)
-        verdict = self._bulletin.verdict()
+        step = self.own.step
+        has_notes = self._bulletin.has_changed(step)
+        verdict = self._bulletin.verdict() if has_notes else None
         if verdict is not None:
             return verdict
-        if not self.news:
+        if not self.news and (has_notes or self._announced is not None):
             self._read_news()
         self._overdue.in_other_group.tell(self.leave_other_group is not None or self.waits_in_other_group())
         self._overdue.compiling.tell(is_compiling())
         waiting, proposal = self.waiting, self._proposal
         if proposal is not None and self.clock.now() - self._stood_until < self._timeout:
             proposal = PeerFailure(self._rank, f"stood still for {self._stood_still:.0f} s, so that the others left")
+        mine: Alarm | None = None
         if proposal is not None:
-            self._raise_alarm(Alarm(self._rank, waiting, proposal))
+            mine = Alarm(self._rank, waiting, proposal)
         elif (apart := self._compare_calls(waiting)) is not None:
-            self._raise_alarm(Alarm(self._rank, waiting, apart, heard=True))
+            mine = Alarm(self._rank, waiting, apart, heard=True)
         elif self._overdue(waiting):
-            self._raise_alarm(Alarm(self._rank, waiting, None))
-        alarm = self._bulletin.alarm()
-        return None if alarm is None else self._arbitration.verdict(alarm, self.own.state(self.waiting))
-
-    def _raise_alarm(self, alarm: Alarm) -> None:
-        self._bulletin.raise_alarm(alarm)
-        self._call_others()
+            mine = Alarm(self._rank, waiting, None)
+        if mine is not None:
+            self._bulletin.raise_alarm(mine)
+            self._call_others()
+        alarm = self._bulletin.alarm() if has_notes or mine is not None else None
+        if alarm is not None:
+            return self._arbitration.verdict(alarm, self.own.state(self.waiting))
+        self._bulletin.has_looked(step)
+        return None
 
     def _compare_calls(self, waiting: Waiting | None) -> PeerFailure | None:
         """Once this rank has waited for a while: who is in another call, if all ranks wait and one is."""

@@ -1,0 +1,275 @@
+"""A rehearsal of training itself: your function on every rank, on virtual time, with checkpoints, deaths and restarts.
+
+What runs is the real code from the function down: `Pipeline` with its stages and tensors, `step` or `train_steps`, the
+optimizer, the exchange that ends a step, the `Checkpointer` with its files. Each rank is a task with a clock, a network
+link, a random generator and a background thread of its own. Computations, messages and work on files take their stated
+time, so that a rank may die at any moment, such as between its part of a checkpoint and the rename that completes it.
+
+An attempt in which a rank fails ends as under a launcher: every process ends where it is, and the disk stays as it is
+at that moment. The next attempt begins with new processes, and finds what there is.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import PenstockError, UsageError
+from penstock.group.world import REHEARSED, World
+from penstock.rehearsal.faults import PlannedFault
+from penstock.rehearsal.network import Parcel
+from penstock.rehearsal.rank import InjectedError, RehearsedRank, Setting
+from penstock.rehearsal.rehearse import checked, limit_of, make_setting, plan_faults
+from penstock.rehearsal.transport import Message, RehearsalTransport
+from penstock.rehearsal.virtual_time import RankClock, VirtualTime
+from penstock.runtime.engine.executor import Executor
+from penstock.runtime.state.randomness import swap_holding
+from penstock.runtime.transport.base import Where, nowhere
+from penstock.runtime.transport.channel import Channel
+from penstock.runtime.transport.failure.watch import BEAT
+from penstock.schedule import Costs, Op, Schedule
+
+Train = Callable[[int], Any]  # what a rank runs, given its number
+Fault = PlannedFault | str
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What came of one attempt to train.
+
+    Attributes:
+        results: What the function returned, for each rank; `None` for a rank on which it did not return.
+        errors: What it raised instead; `None` for a rank on which it returned, or whose process ended.
+        struck: The faults that happened.
+        hung: Ranks that neither ended nor were told to stand still.
+        seconds: When the last rank was done.
+    """
+
+    results: tuple[Any, ...]
+    errors: tuple[PenstockError | InjectedError | None, ...]
+    struck: tuple[PlannedFault, ...]
+    hung: tuple[int, ...]
+    seconds: float
+    returned: tuple[int, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the function has returned on every rank."""
+        return len(self.returned) == len(self.results)
+
+
+def rehearse_training(
+    train: Train,
+    schedule: Schedule,
+    costs: Costs | None = None,
+    *,
+    faults: Sequence[Iterable[Fault]] = (),
+    folder: str | Path | None = None,
+    seed: int = 0,
+    steps: int = 1000,
+    timeout: float = 60.0,
+    jitter: float = 0.0,
+    file_seconds: float = 0.0,
+    store_host: int | None = None,
+) -> tuple[Attempt, ...]:
+    """Run your training function on every rank, on virtual time, again and again until it ends well on all of them.
+
+    The function is what a script does under torchrun: it builds a model and its `Pipeline` (one, with this schedule),
+    loads the newest checkpoint if there is one, and trains. All ranks are in this process, so a function that draws
+    from torch's generator has to seed it, and nothing of it may be shared between ranks but files.
+
+    Args:
+        train: The function; it is given the number of its rank.
+        schedule: The schedule of its pipeline, for the number of ranks and the names of actions.
+        costs: Times of computations and messages. By default, `F`, `I` and `W` take 1 second each.
+        faults: For each attempt in turn, what goes wrong in it, such as `[["die 3 at 12.5"], ["fail 0 at 0F1"]]`. After
+            these there is one more, without any.
+        folder: Where the function writes. After an attempt that was ended by a fault, it is put back to what was there
+            when the last rank was done.
+        seed: Which interleaving: the order of what is due at the same moment, and the jitter.
+        steps: The most steps that an attempt may take; one that goes on for longer than these would hangs.
+        timeout: As of `Pipeline`: how long a rank may be silent.
+        jitter: Relative spread of the time of each computation and message.
+        file_seconds: How long each work on a file takes: one that is written, and the deletion of old checkpoints.
+        store_host: The rank whose process has the store of the process group. By default the launcher has it.
+
+    Returns:
+        What came of each attempt. The last one ended well, or had no faults.
+    """
+    found: list[Attempt] = []
+    for number, planned in enumerate([*faults, ()]):
+        program, priced, checked_faults = checked(schedule, costs, seed, planned, steps, timeout, jitter, store_host)
+        attempt = _Attempt(train, file_seconds, None if folder is None else Path(folder))
+        time = ProcessTime(seed + number, -BEAT)
+        setting = make_setting(program, priced, time, store_host, timeout, steps, jitter, seed + number, False)
+        until = limit_of(program, priced, checked_faults, steps, timeout + 100 * file_seconds, jitter)
+        found.append(attempt.run(setting, checked_faults, until))
+        if found[-1].is_complete:
+            break
+    return tuple(found)
+
+
+class ProcessTime(VirtualTime):
+    """Virtual time for tasks that use torch: each has the state of its own process and thread while it runs."""
+
+    def wait(self, until: float = float("inf")) -> None:
+        grad, generator, holding = torch.is_grad_enabled(), torch.get_rng_state(), swap_holding(None)
+        torch._C._set_grad_enabled(True)
+        try:
+            super().wait(until)
+        finally:
+            torch._C._set_grad_enabled(grad)
+            torch.set_rng_state(generator)
+            swap_holding(holding)
+
+
+class _Attempt:
+    """One attempt: its ranks from their beginning to their end."""
+
+    def __init__(self, train: Train, file_seconds: float, folder: Path | None) -> None:
+        self._train, self._file_seconds, self._folder = train, file_seconds, folder
+
+    def run(self, setting: Setting, faults: Sequence[PlannedFault], until: float) -> Attempt:
+        time, draw = setting.network.time, random.Random(setting.seed)
+        ranks = [TrainedRank(rank, setting, self._train, self._file_seconds) for rank in range(setting.program.ranks)]
+        for rank in ranks:
+            time.start(rank.rank, rank.live, -BEAT * draw.random())
+        plan_faults(faults, ranks, time, setting.program)
+        generator = torch.get_rng_state()
+        try:
+            time.run(lambda: not setting.unsettled, until)
+            seconds = time.now
+        finally:
+            self._end(time)
+            torch.set_rng_state(generator)
+        return Attempt(
+            tuple(rank.result for rank in ranks),
+            tuple(rank.error for rank in ranks),
+            tuple(fault for rank in ranks for fault in rank.struck),
+            tuple(sorted(setting.unsettled)),
+            seconds,
+            tuple(rank.rank for rank in ranks if rank.ended and rank.error is None),
+        )
+
+    def _end(self, time: VirtualTime) -> None:
+        """All processes end. Here they leave by an exception, and on their way out tidy up what a kill would not."""
+        kept = None
+        if self._folder is not None and self._folder.exists():
+            kept = self._folder.with_name(f"{self._folder.name}.as-it-was")
+            shutil.copytree(self._folder, kept, symlinks=True)
+        time.close()
+        if kept is not None and self._folder is not None:
+            shutil.rmtree(self._folder)
+            kept.rename(self._folder)
+
+
+class RehearsedWorld(World):
+    """The ranks of a rehearsal, as a pipeline sees them."""
+
+    def __init__(self, transport: RehearsalTransport) -> None:
+        super().__init__(None, transport.ranks, transport.timeout)
+        self._own = transport
+
+    @property
+    def is_first(self) -> bool:
+        return self._own.rank == 0
+
+    def first_says(self, numbers: list[float]) -> list[float]:
+        found: list[float] = self._own.exchange(numbers)[0]
+        return found
+
+    def _connect(self, device: torch.device | str | None) -> RehearsalTransport:
+        self.transport = self._own
+        return self._own
+
+
+class TrainingTransport(RehearsalTransport):
+    """A rank's transport that tells it of the executor and of the channels that its pipeline uses."""
+
+    def __init__(self, owner: TrainedRank, setting: Setting, clock: RankClock) -> None:
+        self._owner = owner
+        super().__init__(
+            *(owner.rank, setting.program.ranks, setting.network, setting.store, setting.timeout),
+            *(owner.stamp, owner.posted, clock),
+        )
+
+    def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
+        super().report_by(doing, where)
+        executor = getattr(doing, "__self__", None)
+        if isinstance(executor, Executor):
+            self._owner.pace(executor)
+
+    def open(self, channels: Sequence[Channel]) -> None:
+        super().open(channels)
+        self._owner.channels = tuple(self.ends.channels)
+
+
+class TrainedRank(RehearsedRank):
+    """One rank that runs the user's training function."""
+
+    def __init__(self, rank: int, setting: Setting, train: Train, file_seconds: float) -> None:
+        super().__init__(rank, setting)
+        self._train, self._file_seconds = train, file_seconds
+        self._executor: Executor | None = None
+        self._ways: dict[Channel, tuple[float, float]] = {}
+        self.result: Any = None
+        self.error: PenstockError | InjectedError | None = None
+
+    def live(self) -> None:
+        """Run the function once, as the process of a rank does."""
+        time = self._time
+        REHEARSED.set(self._world)
+        try:
+            self.result = self._train(self.rank)
+        except (PenstockError, InjectedError) as error:
+            if time.over:
+                return
+            self.error = error
+            self._setting.network.close(self.rank)  # its process ends
+        self.ended = True
+        self._setting.unsettled.discard(self.rank)
+
+    def _world(self) -> RehearsedWorld:
+        if self._executor is not None:
+            raise UsageError("a rehearsal is of one Pipeline per rank; close() does not make room for another")
+        clock = RankClock(self._time, self.rank, self._file_seconds)
+        transport = TrainingTransport(self, self._setting, clock)
+        self._time.sleep(-self._time.now)  # faults count from here
+        return RehearsedWorld(transport)
+
+    def pace(self, executor: Executor) -> None:
+        """From here on the executor's computations take their stated time."""
+        self._executor = executor
+        self._ways = dict(zip(executor.mailbox.channels, self._setting.ways, strict=True))
+        for op, function in list(executor.computes.items()):
+            executor.computes[op] = self._paced(op, function, executor)
+
+    def _paced(self, op: Op, function: Callable[[int, int], None], executor: Executor) -> Callable[[int, int], None]:
+        def compute(stage: int, microbatch: int) -> None:
+            if op is not Op.W:
+                executor.mailbox.fetch("F" if op is Op.F else "B", stage, microbatch)
+            given = executor.computations.given
+            self._step = -1 if given.steps is None or not given.training else given.steps
+            self._spend(op, stage, microbatch)
+            function(stage, microbatch)
+
+        return compute
+
+    def stamp(self, channel: int, message: Message) -> Parcel:
+        """What becomes of a message on its way; between processes, values are copied."""
+        message = message._replace(value=pytree.tree_map_only(Tensor, _copied, message.value))
+        if self.channels[channel] in self._ways:
+            return super().stamp(channel, message)
+        return Parcel(message, 0.0, self._setting.network.latency(self.rank, self.channels[channel].target_rank))
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -34,7 +34,7 @@ from penstock.runtime.engine.executor import Executor
 from penstock.runtime.state.randomness import swap_holding
 from penstock.runtime.transport.base import Where, nowhere
 from penstock.runtime.transport.channel import Channel
-from penstock.runtime.transport.failure.watch import BEAT
+from penstock.runtime.transport.failure.watch import BEAT_SECONDS
 from penstock.schedule import Costs, Op, Schedule
 
 Train = Callable[[int], Any]  # what a rank runs, given its number
@@ -108,7 +108,7 @@ def rehearse_training(
     for number, planned in enumerate([*faults, ()]):
         program, priced, checked_faults = checked(schedule, costs, seed, planned, steps, timeout, jitter, store_host)
         attempt = _Attempt(train, file_seconds, None if folder is None else Path(folder))
-        time = ProcessTime(seed + number, -BEAT)
+        time = ProcessTime(seed + number, -BEAT_SECONDS)
         setting = make_setting(program, priced, time, store_host, timeout, steps, jitter, seed + number, False)
         until = limit_of(program, priced, checked_faults, steps, timeout + 100 * file_seconds, jitter)
         found.append(attempt.run(setting, checked_faults, until))
@@ -141,7 +141,7 @@ class _Attempt:
         time, draw = setting.network.time, random.Random(setting.seed)
         ranks = [TrainedRank(rank, setting, self._train, self._file_seconds) for rank in range(setting.program.ranks)]
         for rank in ranks:
-            time.start(rank.rank, rank.live, -BEAT * draw.random())
+            time.start(rank.rank, rank.live, -BEAT_SECONDS * draw.random())
         plan_faults(faults, ranks, time, setting.program)
         generator = torch.get_rng_state()
         try:
@@ -201,8 +201,8 @@ class TrainingTransport(RehearsalTransport):
             *(owner.stamp, owner.posted, clock),
         )
 
-    def report_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
-        super().report_by(doing, where)
+    def describe_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
+        super().describe_by(doing, where)
         executor = getattr(doing, "__self__", None)
         if isinstance(executor, Executor):
             self._owner.pace(executor)

@@ -31,6 +31,8 @@ function legend(list, runs) {
   list.replaceChildren(...entries);
 }
 
+const FINGER = 22; // pixels around a dot that count as the dot
+
 class Scatter {
   // `xText` and `yText` write numbers of the axes; `choose(point, event)` is called with a point that was chosen.
   constructor(svg, { xName, yName, xText, yText, choose = null, joined = false }) {
@@ -74,6 +76,7 @@ class Scatter {
   points(points, X, Y, width) {
     const places = points.map((point) => ({ point, x: X(point.x), y: Y(point.y), size: point.kind ? 7 : 5 }));
     for (const place of places) this.dot(place);
+    this.svg.onclick = this.choose && ((event) => this.nearest(places, event));
     const taken = places.map(({ x, y, size }) => ({ left: x - size - 2, right: x + size + 2, y }));
     for (const { point, x, y, size } of places) {
       const text = point.label ?? `${point.mark ? point.mark + " " : ""}${point.name}`, length = 6.8 * text.length, far = size + 5;
@@ -87,13 +90,19 @@ class Scatter {
     }
   }
 
+  // A finger is wider than a dot: what is meant is the nearest one.
+  nearest(places, event) {
+    const box = this.svg.getBoundingClientRect(), away = ({ x, y }) => Math.hypot(x - event.clientX + box.left, y - event.clientY + box.top);
+    const found = places.reduce((best, place) => (away(place) < away(best) ? place : best));
+    if (away(found) <= FINGER) this.choose(found.point, event);
+  }
+
   dot({ point, x, y, size }) {
     const words = `${point.mark ? point.mark + " " : ""}${point.name}: ${this.yName} ${this.yText(point.y)}, ${this.xName} ${this.xText(point.x)}`;
     const made = this.make("circle", `dot ${point.kind || ""}`, { cx: x, cy: y, r: size });
     made.append(Object.assign(document.createElementNS(this.svg.namespaceURI, "title"), { textContent: words }));
     if (!this.choose) return;
     for (const [key, value] of [["tabindex", 0], ["role", "button"], ["aria-label", words]]) made.setAttribute(key, value);
-    made.addEventListener("click", (event) => this.choose(point, event));
     made.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); this.choose(point, event); } });
   }
 }

@@ -26,7 +26,7 @@ function withoutWaits(schedule, costs) {
     starts[number] = number === columns.starts[columns.rank[number]] ? 0 : ends[number - 1];
     ends[number] = starts[number] + times[op];
   });
-  return { schedule, columns, costs, starts, ends, free: starts, start: 0, makespan: Math.max(0, ...ends), busy: [], bubble: 0, peaks: peaksOf(columns, schedule.forwardOnly) };
+  return { schedule, columns, costs, starts, ends, free: starts, start: 0, makespan: ends.reduce((most, end) => Math.max(most, end), 0), busy: [], bubble: 0, peaks: peaksOf(columns, schedule.forwardOnly) };
 }
 
 function runData(timeline, label, proved) {

@@ -6,7 +6,7 @@ import json
 from importlib import resources
 from typing import Any
 
-from penstock.view.figures import COLOURS, MEANINGS
+from penstock.view.figures import COLOURS, MEANINGS, shades
 
 __all__ = ["SHARED", "asset", "embedded", "filled", "ops"]
 
@@ -31,8 +31,8 @@ def filled(frame: str, **parts: str) -> str:
 
 
 def ops() -> dict[str, dict[str, Any]]:
-    """How each op looks: its letter, colour and meaning."""
+    """How each op looks: its letter, meaning, and colours by the stage of a rank."""
     return {
-        op.name: {"letter": op.name, "meaning": MEANINGS[op], "colour": COLOURS[op], "pair": op.is_pair}
+        op.name: {"letter": op.name, "meaning": MEANINGS[op], "shades": shades(COLOURS[op]), "pair": op.is_pair}
         for op in COLOURS
     }

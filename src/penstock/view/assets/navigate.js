@@ -163,6 +163,7 @@ class Navigator {
     this.chart.setPointerCapture(event.pointerId);
     this.pointers.set(event.pointerId, event);
     this.moved = false;
+    if (this.held) this.held.end();
     this.held = null;
     if (this.pointers.size > 1) return;
     this.held = this.selecting ? null : this.grab(hit, event);
@@ -196,7 +197,7 @@ class Navigator {
   up(event) {
     if (!this.pointers.delete(event.pointerId)) return;
     this.chart.classList.remove("dragging");
-    if (this.held && this.moved) this.held.end(event);
+    if (this.held) this.held.end();
     this.held = null;
     if (event.type !== "pointerup" || this.moved) return;
     const hit = this.hit(event);

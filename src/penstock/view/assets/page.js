@@ -95,6 +95,7 @@ const spans = runs.reduce((sum, run) => sum + run.rows.reduce((count, row) => co
 byId("summary").textContent = view.several
   ? `${runs.length} runs, ${spans.toLocaleString("en")} actions`
   : `${runs[0].sizes[0]} ranks, ${runs[0].sizes[1]} stages, ${runs[0].sizes[2]} microbatches; ${spans.toLocaleString("en")} actions, ${runs[0].kind}`;
+byId("runs-text").textContent = `Memory is the most that a rank holds at once, in ${known ? "bytes" : "whole-rank microbatches"}; fill, wait, drain and other are its idle time by cause.`;
 byId("memory-text").textContent = `What each rank holds between a forward and its backward (B, or W), ${known ? "in bytes" : "in whole-rank microbatches: a microbatch in one of a rank's two stages counts as a half"}.`;
 runsTable(view, toggle); adviceList(view); legend(byId("legend"), runs); idleKey(); booksTables(view);
 read();

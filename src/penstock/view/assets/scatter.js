@@ -17,11 +17,11 @@ function legend(list, runs) {
   const there = new Set(runs.flatMap((run) => run.rows.flatMap((row) => [...new Set(row.op)])));
   const entries = [...there].sort().map((place) => {
     const op = OPS[OP_NAMES[place]], swatch = element("span", { text: op.pair ? "F B" : op.letter, kind: "swatch" });
-    swatch.style.background = op.colour;
+    [swatch.style.background] = op.shades;
     return element("li", {}, swatch, op.meaning);
   });
   if (runs.some((run) => run.rows.some((row) => row.chunk.some((chunk) => chunk > 0)))) {
-    entries.push(element("li", { text: "darker: a later stage of the same rank" }));
+    entries.push(element("li", { text: "darker, with lines on top: a later stage of the same rank" }));
   }
   if (runs.some((run) => run.rows.some((row) => row.sends.start.length))) {
     const swatch = element("span", { kind: "swatch" });
@@ -66,11 +66,9 @@ class Scatter {
     }
     this.make("text", "axis", { x: width - right, y: height - 6, "text-anchor": "end" }, this.xName);
     this.make("text", "axis", { x: 4, y: 14 }, this.yName);
-    for (const { y, name } of lines) {
-      this.make("line", "level", { x1: left, x2: width - right, y1: Y(y), y2: Y(y) });
-      this.make("text", "", { x: width - right, y: Y(y) - 5, "text-anchor": "end" }, name);
-    }
+    for (const { y } of lines) this.make("line", "level", { x1: left, x2: width - right, y1: Y(y), y2: Y(y) });
     this.points(points, X, Y, width);
+    for (const { y, name } of lines) this.make("text", "", { x: left + 4, y: Y(y) + 16 }, name);
   }
 
   points(points, X, Y, width) {

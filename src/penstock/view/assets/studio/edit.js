@@ -46,6 +46,7 @@ class Editor {
     const before = { source: slot.source, each: slot.each, own: slot.own };
     const { slope: scale, shift } = this.gantt.pixels(run), { gutter, rowHeight } = this.gantt;
     let last = "";
+    byId("slots").style.minHeight = `${byId("slots").offsetHeight}px`; // nothing moves under the pointer
     const target = (now) => {
       const box = this.chart.getBoundingClientRect(), y = now.clientY - box.top, ticks = (now.clientX - box.left - tops[0].left - gutter - shift) / scale;
       const near = tops.reduce((best, entry) => (Math.abs(entry.y + rowHeight / 2 - y) < Math.abs(best.y + rowHeight / 2 - y) ? entry : best)).row;
@@ -66,7 +67,11 @@ class Editor {
         if (rank !== from.rank || cell !== from.cell) this.put(slot, movedCell(schedule, from.rank, from.cell, rank, cell), false);
         this.chosen(run.number, rank, cell, slot);
       },
-      end: () => { if (slot.own !== before.own) this.keep(slot, {}, before); this.changed(); },
+      end: () => {
+        byId("slots").style.minHeight = "";
+        if (slot.own !== before.own) this.keep(slot, {}, before);
+        if (last) this.changed();
+      },
     };
   }
 

@@ -12,9 +12,9 @@ const LARGEST = 2e7; // bytes of a file; the largest schedule that is drawn has 
 // What is too large for a page, or has no size at all.
 function checkSize({ rows, placement, microbatches }) {
   if (!(Number.isInteger(microbatches) && microbatches > 0 && placement.every((rank) => Number.isInteger(rank) && rank >= 0))) throw new FileError("the placement or the number of microbatches is missing or wrong");
-  const size = placement.length * microbatches, actions = rows.reduce((sum, row) => sum + row.filter(Boolean).length, 0);
-  if (size > MOST || actions > 4 * MOST || rows.length > MOST_RANKS) {
-    throw new FileError(`${rows.length.toLocaleString("en")} ranks with ${actions.toLocaleString("en")} actions are too many for a page (${MOST_RANKS.toLocaleString("en")} ranks, ${MOST.toLocaleString("en")} microbatches times stages); penstock view takes them`);
+  const actions = rows.reduce((sum, row) => sum + row.filter(Boolean).length, 0);
+  for (const [what, count, most] of [["ranks", rows.length, MOST_RANKS], ["stages times microbatches", placement.length * microbatches, MOST], ["actions", actions, 4 * MOST]]) {
+    if (count > most) throw new FileError(`${what}: ${count.toLocaleString("en")}, which is too much for a page (${most.toLocaleString("en")}); penstock view takes it`);
   }
 }
 

@@ -67,3 +67,12 @@ function cellsOfSpans(row) {
   row.filter(Boolean).forEach((cell, place) => cell.forEach(() => found.push(place)));
   return found;
 }
+
+// The spans of a run that its faults are about.
+function markFaults(run, { schedule: { rows }, faults }) {
+  const firsts = rows.map((row) => { let count = 0; return row.map((cell) => (count += cell ? cell.length : 0) - (cell ? cell.length : 0)); });
+  for (const { rank, position } of faults) {
+    const cell = rank === null || position === null ? null : rows[rank][position];
+    (cell || []).forEach((_, place) => run.rows[rank].faults.add(firsts[rank][position] + place));
+  }
+}

@@ -24,11 +24,7 @@ function update() {
     if (!each.schedule) return;
     const run = new Run(runData(each.timeline, nameOf(each.schedule), each.proved), runs.length);
     run.slot = place; run.letter = LETTER[place];
-    for (const { rank, position } of each.faults) {
-      if (rank === null || position === null || !run.rows[rank]) continue;
-      const cell = each.schedule.rows[rank].slice(0, position).filter(Boolean).length;
-      cellsOfSpans(each.schedule.rows[rank]).forEach((own, span) => { if (own === cell) run.rows[rank].faults.add(span); });
-    }
+    markFaults(run, each);
     runs.push(run);
   });
   takeRuns(runs);
@@ -86,7 +82,7 @@ function showSlot(slot, place) {
   part("undo").disabled = !slot.past.length;
   part("message").textContent = slot.note;
   for (const kind of ["csv", "json"]) part(kind).disabled = !each.schedule;
-  part("about").textContent = family ? family.summary : { search: "the shortest of a few hundred orders within the memory cap; penstock search looks further", own: "a schedule of its own: ranks and microbatches above do not change it", none: "" }[slot.source];
+  part("about").textContent = family ? family.summary : { search: "the shortest of a few hundred orders within the memory cap; penstock search looks further", own: "moved or loaded; it keeps its own sizes", none: "" }[slot.source];
   const figures = part("figures");
   if (!each.schedule) {
     figures.replaceChildren(element("p", { text: each.waiting ? "searching ..." : each.reason || "" }));
@@ -103,10 +99,10 @@ function figuresOf({ proved, timeline, memory, bound, over, schedule }) {
     ["idle", proved ? percent(timeline.bubble) : "-"],
     ["memory", `${short(memory)}${over ? " (over the cap)" : ""}`],
     ["lower bound", bound === null ? "-" : over ? `${short(bound)} within the cap` : `${short(bound)} (${timeline.makespan > bound * (1 + 1e-9) ? `${percent(timeline.makespan / bound - 1)} above it` : "reached"})`],
-    ["sizes", `${schedule.rows.length} x ${schedule.microbatches}, ${schedule.placement.length} stages`],
+    ["sizes", `${schedule.rows.length} x ${schedule.microbatches}, ${schedule.placement.length} stage${schedule.placement.length > 1 ? "s" : ""}`],
   ];
   const list = element("dl");
-  for (const [name, text] of entries) list.append(element("div", { kind: name === "memory" && over ? "bad" : "" }, element("dt", { text: name }), element("dd", { text })));
+  for (const [name, text] of entries) list.append(element("div", { kind: over && name === "memory" ? "bad" : "", title: name === "memory" ? "in whole-rank microbatches" : "" }, element("dt", { text: name }), element("dd", { text })));
   return list;
 }
 

@@ -10,7 +10,15 @@ from penstock.view.figures import COLOURS, MEANINGS, shades
 
 __all__ = ["SHARED", "asset", "embedded", "filled", "ops"]
 
-SHARED = ("runs.js", "drawing.js", "gantt.js", "memory.js", "scatter.js", "navigate.js", "toolbar.js")  # what every page draws with
+SHARED = (
+    "runs.js",
+    "drawing.js",
+    "gantt.js",
+    "memory.js",
+    "scatter.js",
+    "navigate.js",
+    "toolbar.js",
+)  # what every page draws with
 
 
 def asset(name: str) -> str:

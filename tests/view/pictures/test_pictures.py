@@ -11,8 +11,8 @@ from PIL import Image, ImageColor
 
 from penstock.schedule import FAMILIES
 from penstock.view.pictures.png import save_png
-from penstock.view.run import Run
 from penstock.view.pictures.svg import save_svg, svg
+from penstock.view.run import Run
 from tests.view.simulated import run
 
 

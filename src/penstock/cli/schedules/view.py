@@ -25,8 +25,8 @@ from penstock.view.gantt import IDLE, gantt
 from penstock.view.page import save_page
 from penstock.view.perfetto import save_trace
 from penstock.view.pictures.png import save_png
-from penstock.view.run import Run
 from penstock.view.pictures.svg import save_svg
+from penstock.view.run import Run
 
 PIPE_WIDTH = 100
 

@@ -150,7 +150,7 @@ class Gantt {
       pen.fillStyle = FILLS[row.op[place]][Math.min(row.chunk[place], LAST_SHADE)];
       const gap = end - start > 4 ? 1 : 0;
       pen.fillRect(start, y, end - start - gap, height);
-      if (row.chunk[place] && gap) this.lines(pen, start, y, end - start - gap, height >= 14 ? Math.min(row.chunk[place], LAST_SHADE) : 1);
+      if (row.chunk[place] && end - start > 8) this.lines(pen, start, y, end - start - gap, height >= 14 ? Math.min(row.chunk[place], LAST_SHADE) : 1);
       if (row.faults.has(place)) this.cross(pen, start, y, end - start - gap, height);
       const room = end - start - gap - 3;
       if (height < 9 || room < letter) continue;

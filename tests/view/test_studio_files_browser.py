@@ -103,7 +103,7 @@ def test_a_link_brings_back_the_window_the_range_the_choice_and_the_ticks(browse
     )
     time.sleep(0.4)
     assert browser.log() == []
-    assert browser.run("[studio.state.ranks, studio.state.microbatches, studio.state.cap]") == [128, 16, 0]
+    assert browser.run("[studio.state.ranks, studio.state.microbatches, studio.state.cap]") == [256, 16, 0]
     said = browser.run('document.getElementById("address").innerText')
     assert 'there is no family "constructor"; 1f1b is shown instead' in said
     assert '"0F0-0F1", which is not an action; zb-v is shown instead' in said

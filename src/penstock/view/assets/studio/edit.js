@@ -30,7 +30,7 @@ class Editor {
   undo(slot) {
     if (!slot.past.length) return;
     const { before, sizes } = slot.past.pop();
-    Object.assign(slot, before, { searched: false, note: "" });
+    Object.assign(slot, before, { note: "" });
     Object.assign(state, sizes);
     this.view.selected = null;
     this.changed();

@@ -5,15 +5,14 @@ const PAIR_CELL = /^\(([^;()]*);([^;()]*)\)OVERLAP_(?:F_B|B_F)$/;
 
 class FileError extends Error {}
 
-const MOST = 40000; // microbatch-stages that a page draws
-const MOST_RANKS = 1024;
+const MOST = DATA.limits.size; // stages times microbatches that a page draws
 const LARGEST = 2e7; // bytes of a file; the largest schedule that is drawn has a tenth of that
 
 // What is too large for a page, or has no size at all.
 function checkSize({ rows, placement, microbatches }) {
   if (!(Number.isInteger(microbatches) && microbatches > 0 && placement.every((rank) => Number.isInteger(rank) && rank >= 0))) throw new FileError("the placement or the number of microbatches is missing or wrong");
   const actions = rows.reduce((sum, row) => sum + row.filter(Boolean).length, 0);
-  for (const [what, count, most] of [["ranks", rows.length, MOST_RANKS], ["stages times microbatches", placement.length * microbatches, MOST], ["actions", actions, 4 * MOST]]) {
+  for (const [what, count, most] of [["ranks", rows.length, DATA.limits.ranks], ["stages times microbatches", placement.length * microbatches, MOST], ["actions", actions, 4 * MOST]]) {
     if (count > most) throw new FileError(`${what}: ${count.toLocaleString("en")}, which is too much for a page (${most.toLocaleString("en")}); penstock view takes it`);
   }
 }

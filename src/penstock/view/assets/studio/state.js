@@ -1,6 +1,6 @@
 // What the page shows, as a part of its address: sizes, costs, the cap, and the two schedules, own ones with their rows.
 
-const LIMITS = { ranks: [1, 128], microbatches: [1, 1024], forward: [0, 1e6], input: [0, 1e6], weight: [0, 1e6], hop: [0, 1e6], cap: [0, 1e6] };
+const LIMITS = { ranks: [1, DATA.limits.ranks], microbatches: [1, DATA.limits.microbatches], forward: [0, 1e6], input: [0, 1e6], weight: [0, 1e6], hop: [0, 1e6], cap: [0, 1e6] };
 const SHORT = { ranks: "r", microbatches: "m", forward: "f", input: "i", weight: "w", hop: "h", cap: "cap" };
 const LONGEST = 60000; // letters of an address; longer ones get lost on their way
 
@@ -92,16 +92,16 @@ function remembered(key, make) {
   return built.get(key);
 }
 
-// The schedule of a slot; null where there is none, with the reason.
+const searchKey = () => JSON.stringify(["search", state.ranks, state.microbatches, costsOfRank(), state.cap]);
+
+// The schedule of a slot; null where there is none, with the reason; waiting: a search has yet to find it.
 function scheduleOf({ source, each, own }) {
   const { ranks, microbatches, cap } = state;
   if (source === "none") return { schedule: null, reason: "" };
   if (source === "own") return { schedule: own };
   if (source === "search") {
-    const costs = costsOfRank();
-    const schedule = remembered(JSON.stringify(["search", ranks, microbatches, costs, cap]), () => quickSearch(ranks, microbatches, costs, cap || Infinity));
-    const many = 4 * ranks * microbatches > MOST_SEARCHED;
-    return { schedule, reason: many ? "too large for the quick search; use penstock search" : `the quick search found nothing within ${short(cap)} whole-rank microbatches; penstock search looks further` };
+    const schedule = built.get(searchKey()), many = 4 * ranks * microbatches > MOST_SEARCHED;
+    return { waiting: schedule === undefined, schedule, reason: many ? "too large for the quick search; use penstock search" : `the quick search found nothing within ${short(cap)} whole-rank microbatches; penstock search looks further` };
   }
   each = stagesPerRank(source, each);
   if (ranks * microbatches * each > MOST) return { schedule: null, reason: `${(ranks * microbatches * each).toLocaleString("en")} microbatch-stages are too many for a page (${MOST.toLocaleString("en")}); use penstock view` };

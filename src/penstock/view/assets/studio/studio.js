@@ -15,9 +15,8 @@ function redraw() {
 function update() {
   const begin = performance.now();
   shown = state.slots.map((slot) => {
-    if (slot.source === "search" && !slot.searched) return { waiting: true };
-    const { schedule, reason } = scheduleOf(slot);
-    return schedule ? shownOf(schedule) : { reason };
+    const { schedule, ...rest } = scheduleOf(slot);
+    return schedule ? shownOf(schedule) : rest;
   });
   const runs = [];
   shown.forEach((each, place) => {
@@ -60,14 +59,27 @@ function takeRuns(runs) {
 
 const nameOf = (schedule) => (schedule.from ? `${schedule.name}: ${schedule.from}` : schedule.name || "own");
 
-// The quick search takes a moment: the page is drawn before it begins.
-function searchSoon() {
-  const waiting = state.slots.filter((slot, place) => shown[place].waiting);
-  if (!waiting.length) return;
-  setTimeout(() => {
-    for (const slot of waiting) { scheduleOf(slot); slot.searched = true; }
-    update();
-  }, 30);
+let search = ""; // the key of the search that is under way
+
+// The quick search takes a moment: it rests now and then, so that the page answers, and ends when it is no longer wanted.
+async function searchSoon() {
+  const key = shown.some((each) => each.waiting) ? searchKey() : "";
+  if (key === search) return;
+  search = key;
+  if (!key) return;
+  let since = performance.now();
+  const rest = async () => {
+    if (performance.now() - since > 25) {
+      await new Promise((go) => { setTimeout(go); });
+      since = performance.now();
+    }
+    return key === search;
+  };
+  const found = await quickSearch(state.ranks, state.microbatches, costsOfRank(), state.cap || Infinity, rest);
+  if (found === undefined) return;
+  remembered(key, () => found);
+  search = "";
+  update();
 }
 
 // -- the cards of the two schedules
@@ -207,9 +219,9 @@ function showControls() {
 }
 
 for (const input of document.querySelectorAll("#controls input")) {
+  if (input.type === "number") [input.min, input.max] = LIMITS[input.name];
   input.addEventListener("input", () => {
     if (!setNumber(input.name, input.value === "" && input.name === "cap" ? 0 : input.value === "" ? NaN : Number(input.value))) return;
-    for (const slot of state.slots) slot.searched = false;
     update();
   });
   input.addEventListener("blur", showControls);
@@ -224,7 +236,6 @@ state.slots.forEach((_, place) => {
     const slot = state.slots[place];
     editor.keep(slot);
     slot.source = event.target.value;
-    slot.searched = false;
     if (FAMILIES[slot.source]) slot.each = FAMILIES[slot.source].stages;
     update();
   });

@@ -71,9 +71,6 @@ train/updates/nonfinite.py
 train/updates/rate.py
 view/advice.py
 view/document.py
-view/memory_curve.py
-view/picture.py
-view/png.py
 view/run.py
 view/stage_table.py
 """

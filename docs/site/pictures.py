@@ -11,8 +11,8 @@ from pathlib import Path
 
 from penstock.schedule import FAMILIES, Costs, Span, Timeline, build, simulate
 from penstock.view.figures import COLOURS
+from penstock.view.pictures.svg import STYLE, svg
 from penstock.view.run import Run
-from penstock.view.svg import STYLE, svg
 
 FOLDER = Path(__file__).resolve().parent.parent / "pictures"
 RANKS, MICROBATCHES = 4, 8

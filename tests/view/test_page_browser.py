@@ -52,6 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def at(browser: Browser, rank: int, place: int) -> tuple[float, float]:
     """The middle of a span, in the window."""
+    browser.run('document.getElementById("chart").scrollIntoView({block: "nearest"})')
     return tuple(
         browser.run(
             f"""(() => {{
@@ -315,3 +316,29 @@ def test_letters_move_and_zoom_and_the_view_is_in_the_address(browser: Browser, 
     time.sleep(0.5)
     assert window(browser) == pytest.approx(now, abs=1e-5)
     assert browser.run("[penstock.view.critical, penstock.selected.row.rank]") == [True, 0]
+
+
+def test_an_address_is_read_anew_and_garbage_in_it_is_passed_over(browser: Browser, folder: Path) -> None:
+    """A place of -1 stopped the page, the last order stayed, and 4e-7 was read as two numbers."""
+    browser.open(folder / "two.html")
+    browser.run('location.hash = "order=rank&critical=true&t=0.0000004_0.001&open=0&at=0.1.2"')
+    assert window(browser) == [pytest.approx(4e-7), pytest.approx(0.001)]
+    assert browser.run("[penstock.view.order, penstock.view.critical, penstock.selected.row.rank]") == ["rank", True, 1]
+    browser.run('location.hash = "at=0.1.-1&t=5_x&range=2_1&open=9.x&order=up"')
+    assert window(browser)[0] == 0
+    assert browser.run("[penstock.view.order, penstock.view.critical, penstock.selected, penstock.view.range]") == [
+        "run",
+        False,
+        None,
+        None,
+    ]
+    assert browser.log() == []
+
+
+def test_a_point_of_the_scatter_opens_its_run_and_never_closes_it(browser: Browser, folder: Path) -> None:
+    browser.open(folder / "seven.html")
+    for _ in range(2):
+        browser.run(
+            'document.querySelectorAll("#scatter .dot")[4].dispatchEvent(new KeyboardEvent("keydown", {key: "Enter"}))'
+        )
+        assert browser.run("[...penstock.view.open]") == [4]

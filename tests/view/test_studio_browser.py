@@ -2,72 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from chromium import Browser
 
-from penstock.schedule import Schedule, build, verify
 from penstock.view.document import asset, embedded
-from penstock.view.studio import RULES, Shown, save_studio, studio_data
+from penstock.view.studio import RULES, studio_data
 from tests.view.studio_cases import cases
+from tests.view.studio_driver import at, press, proof, show
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
 CASES = 1040  # of every family 80
 COMPARE = Path(__file__).with_name("studio_compare.js")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with Browser() as found:
-        found.size(1300, 2400)
-        yield found
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("studio") / "studio.html"
-    save_studio(path)
-    return path
-
-
-def show(browser: Browser, page: Path, address: str = "") -> None:
-    """The page with what stands after the `#` of its address; freshly loaded."""
-    browser.devtools("Page.navigate", url="about:blank")
-    browser.devtools("Page.navigate", url=f"{page.as_uri()}#{address}")
-    until = time.monotonic() + 30
-    while not browser.run("window.studio && window.studio.shown.length"):
-        assert time.monotonic() < until, browser.log()
-        time.sleep(0.05)
-
-
-def proof(browser: Browser, slot: int = 0) -> str:
-    return str(browser.run(f'document.querySelector("#slot-{slot} .proof").innerText'))
-
-
-def press(browser: Browser, *keys: str) -> None:
-    browser.run('document.getElementById("chart").focus()')
-    browser.press(*keys)
-    time.sleep(0.1)
-
-
-def at(browser: Browser, run: int, rank: int, place: int) -> tuple[float, float]:
-    """The middle of a span, in the window."""
-    x, y = browser.run(
-        f"""(() => {{
-          const box = document.getElementById("chart").getBoundingClientRect(), {{gantt, view}} = studio;
-          const row = view.runs[{run}].rows[{rank}], found = gantt.places.find((entry) => entry.row === row);
-          const {{slope, shift}} = gantt.pixels(row.run);
-          const middle = (row.start[{place}] + row.length[{place}] / 2) * slope + shift;
-          return [box.left + found.left + gantt.gutter + middle, box.top + found.y + gantt.rowHeight / 2];
-        }})()"""
-    )
-    return x, y
 
 
 @pytest.mark.timeout(600)
@@ -193,59 +142,6 @@ def test_actions_are_moved_and_brought_back_by_keys_alone(browser: Browser, page
     assert browser.run("studio.state.slots[0].source") == "gpipe"
 
 
-def test_what_is_saved_is_what_the_command_reads_and_the_other_way_round(
-    browser: Browser, page: Path, tmp_path: Path
-) -> None:
-    show(browser, page, "r=3&m=5&a=dualpipe-v&b=zb-h1")
-    for place, name in enumerate(("dualpipe-v", "zb-h1")):
-        expected = build(name, 3, 5)
-        for kind in ("csv", "json"):
-            path = tmp_path / f"saved.{kind}"
-            path.write_text(browser.run(f'studio.text({place}, "{kind}")'), encoding="utf-8", newline="")
-            assert Schedule.load(path) == expected
-            expected.save(tmp_path / f"python.{kind}")
-            assert path.read_bytes() == (tmp_path / f"python.{kind}").read_bytes()
-    other = build("v-half", 4, 6)
-    verify(other)  # so that its file has a certificate
-    for kind in ("csv", "json"):
-        other.save(tmp_path / f"other.{kind}")
-        text = json.dumps((tmp_path / f"other.{kind}").read_bytes().decode())
-        browser.run(f'studio.load(0, {text}, "other.{kind}")')
-        assert proof(browser).startswith("✓")
-        assert browser.run("[studio.state.ranks, studio.state.microbatches]") == [4, 6]
-        assert browser.run('studio.text(0, "csv")') == (tmp_path / "other.csv").read_bytes().decode()
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "words"),
-    [
-        ("0F0,0X0", "a.csv", 'row 1, column 2: "0X0" is not an action'),
-        ("{", "a.json", "not JSON"),
-        ("{}", "a.json", '"penstock_schedule": 1'),
-        ("0B0", "a.csv", "no forward"),
-        ("0F0,0SEND_F0->2,0B0", "a.csv", "skips stages"),
-    ],
-)
-def test_a_file_that_is_none_says_why(browser: Browser, page: Path, text: str, name: str, words: str) -> None:
-    show(browser, page)
-    browser.run(f"studio.load(0, {json.dumps(text)}, {json.dumps(name)})")
-    assert words in browser.run('document.querySelector("#slot-0 .message").innerText')
-    assert proof(browser).startswith("✓")
-
-
-def test_a_picture_is_shared_as_its_address(browser: Browser, page: Path) -> None:
-    show(browser, page, "r=3&m=4&f=2&h=0.25&cap=3&a=1f1b&b=v-min")
-    press(browser, "\ue015", ".", "]")
-    time.sleep(0.5)
-    address = browser.run("location.hash.slice(1)")
-    seen: Any = browser.run('[studio.text(0, "csv"), studio.shown[1].timeline.makespan, studio.state.cap]')
-    show(browser, page, address)
-    assert browser.run('[studio.text(0, "csv"), studio.shown[1].timeline.makespan, studio.state.cap]') == seen
-    show(browser, page, "r=3&m=4&a=own&arows=%3Cb%3E&aon=0&am=1")
-    time.sleep(0.5)
-    assert "is not an action" in browser.run('document.getElementById("address").innerText')
-
-
 @pytest.mark.parametrize(("ranks", "microbatches", "cap"), [(4, 8, 4), (4, 12, 2.5), (8, 32, 8), (3, 7, 1)])
 def test_the_quick_search_is_proved_within_the_cap_and_no_worse_than_a_family(
     browser: Browser, page: Path, ranks: int, microbatches: int, cap: float
@@ -267,9 +163,34 @@ def test_the_quick_search_is_proved_within_the_cap_and_no_worse_than_a_family(
         assert held > cap or makespan <= other * (1 + 1e-9), family
 
 
-def test_it_begins_with_what_it_is_told(browser: Browser, tmp_path: Path) -> None:
-    path = tmp_path / "told.html"
-    save_studio(path, Shown((build("zb-h2", 3, 4).compute(), "v-min"), 3, 4))
-    show(browser, path)
-    assert browser.run("studio.view.runs.map((run) => run.label)") == ["zb-h2", "v-min"]
-    assert browser.run("studio.shown.map((each) => each.proved)") == [True, True]
+def test_the_timeline_stays_where_it_is_when_the_proof_fails(browser: Browser, page: Path) -> None:
+    """The list of faults pushed it down, away from the pointer that was dragging an action."""
+    show(browser, page, "r=4&m=6&a=1f1b&b=zb-v")
+    top = 'document.getElementById("chart").getBoundingClientRect().top'
+    before = browser.run(top)
+    press(browser, "\ue015", "}", "}")
+    assert "faults" in proof(browser)
+    assert browser.run(top) == before
+
+
+def test_a_finger_can_hit_everything_on_a_phone(browser: Browser, page: Path) -> None:
+    browser.size(390, 844, mobile=True)
+    browser.devtools("Emulation.setTouchEmulationEnabled", enabled=True)
+    show(browser, page, "r=4&m=6&a=1f1b&b=zb-v")
+    small = browser.run(
+        """[...document.querySelectorAll("button, select, input:not([hidden])")].map((each) => {
+          const box = (each.type === "checkbox" ? each.closest("label") : each).getBoundingClientRect();
+          return [each.id || each.name || each.className, box.width, box.height]; })
+          .filter(([, width, height]) => width < 40 || height < 40)"""
+    )
+    assert small == []
+    assert browser.run("studio.controls.moving") is False  # a finger scrolls, unless it is told to move actions
+    time.sleep(0.3)
+    browser.run(
+        """(() => { const svg = document.getElementById("scatter");
+          const dot = svg.querySelector('[aria-label^="gpipe"]').getBoundingClientRect();
+          svg.dispatchEvent(new MouseEvent("click", { clientX: dot.left - 8, clientY: dot.top - 8 })); })()"""
+    )
+    assert browser.run("studio.state.slots[0].source") == "gpipe"
+    browser.devtools("Emulation.setTouchEmulationEnabled", enabled=False)
+    browser.size(1300, 2400)

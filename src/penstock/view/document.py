@@ -6,11 +6,19 @@ import json
 from importlib import resources
 from typing import Any
 
-from penstock.view.figures import COLOURS, MEANINGS
+from penstock.view.figures import COLOURS, MEANINGS, shades
 
 __all__ = ["SHARED", "asset", "embedded", "filled", "ops"]
 
-SHARED = ("runs.js", "drawing.js", "gantt.js", "memory.js", "scatter.js", "navigate.js")  # what every page draws with
+SHARED = (
+    "runs.js",
+    "drawing.js",
+    "gantt.js",
+    "memory.js",
+    "scatter.js",
+    "navigate.js",
+    "toolbar.js",
+)  # what every page draws with
 
 
 def asset(name: str) -> str:
@@ -31,8 +39,8 @@ def filled(frame: str, **parts: str) -> str:
 
 
 def ops() -> dict[str, dict[str, Any]]:
-    """How each op looks: its letter, colour and meaning."""
+    """How each op looks: its letter, meaning, and colours by the stage of a rank."""
     return {
-        op.name: {"letter": op.name, "meaning": MEANINGS[op], "colour": COLOURS[op], "pair": op.is_pair}
+        op.name: {"letter": op.name, "meaning": MEANINGS[op], "shades": shades(COLOURS[op]), "pair": op.is_pair}
         for op in COLOURS
     }

@@ -27,6 +27,11 @@ MEANINGS = {
 }
 
 
+DARKER = (
+    0.05  # of the colour, for each further stage of a rank: more, and one op would look like another to some people
+)
+SHADES = 4
+
 ROUNDED = 0.99995  # of a unit is written as a whole one
 SHARES = ("fill", "wait", "drain", "other")
 
@@ -42,6 +47,12 @@ class Idle(NamedTuple):
     @property
     def total(self) -> float:
         return sum(self)
+
+
+def shades(colour: str) -> list[str]:
+    """A colour as it is in the first stage of a rank, in the second, and so on."""
+    parts = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
+    return ["#" + "".join(f"{round(part * (1 - DARKER * stage)):02x}" for part in parts) for stage in range(SHADES)]
 
 
 def idle_shares(timeline: Timeline) -> tuple[Idle, ...]:

@@ -25,6 +25,7 @@ SCRIPTS = (*RULES, *SHARED, "studio/picture.js", "studio/state.js", "studio/edit
 
 
 LETTERS = "ab"  # of the two schedules, in the address of the page
+LIMITS = {"ranks": 256, "microbatches": 1024, "size": 40_000}  # size: stages times microbatches, which are all drawn
 
 
 class Shown(NamedTuple):
@@ -36,6 +37,8 @@ class Shown(NamedTuple):
 
     def address(self) -> str:
         """The same as the part after `#` of the page's address."""
+        _check("ranks", self.ranks)
+        _check("microbatches", self.microbatches)
         words: dict[str, object] = {"r": self.ranks, "m": self.microbatches}
         for letter, entry in zip(LETTERS, self.schedules, strict=False):
             if isinstance(entry, str):
@@ -50,6 +53,8 @@ def _own(schedule: Schedule) -> dict[str, object]:
     """A schedule of computes in the words of the page's address."""
     if schedule.topology != Topology.chain(schedule.stages):
         raise UsageError("the studio knows chains of stages; this schedule has stages that skip others")
+    _check("ranks", schedule.ranks)
+    _check("size", schedule.stages * schedule.microbatches)
     cells = ([cell.parts() for cell in row if cell is not None] for row in schedule.rows)
     rows = "_".join(".".join("-".join(map(str, parts)) for parts in row) for row in cells)
     return {
@@ -60,6 +65,12 @@ def _own(schedule: Schedule) -> dict[str, object]:
         "name": schedule.name or "own",
         "f": 1 if schedule.forward_only else None,
     }
+
+
+def _check(name: str, value: int | None) -> None:
+    if value is not None and value > LIMITS[name]:
+        what = "stages times microbatches" if name == "size" else name
+        raise UsageError(f"the studio draws at most {LIMITS[name]:,} {what}, not {value:,}; penstock view takes more")
 
 
 def save_studio(path: str | PathLike[str], shown: Shown | None = None) -> None:
@@ -88,7 +99,8 @@ def studio_data(shown: Shown | None = None) -> dict[str, Any]:
         name: {"layout": entry.layout, "stages": entry.stages_per_rank, "summary": entry.summary}
         for name, entry in FAMILIES.items()
     }
-    return {"rules": _rules(), "families": families, "ops": ops(), "begin": (shown or Shown()).address()}
+    begin = (shown or Shown()).address()
+    return {"rules": _rules(), "families": families, "ops": ops(), "limits": LIMITS, "begin": begin}
 
 
 def _rules() -> dict[str, Any]:

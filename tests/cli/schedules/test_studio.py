@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -52,9 +53,14 @@ def test_it_begins_with_families_and_files() -> None:
         ("studio zbv2", "did you mean zb-v?"),
         ("studio --out nowhere/a.html", "nowhere/a.html"),
         ("studio --port -1", "give 0 or more"),
+        ("studio --port 99999", "port 99999 cannot be had"),
+        ("studio 1f1b --ranks 300", "at most 256 ranks, not 300"),
+        ("studio large.csv", "at most 40,000 stages times microbatches, not 41,000"),
     ],
 )
 def test_what_cannot_work_is_said(command: str, words: str) -> None:
+    if "large" in command:
+        build("1f1b", 41, 1000).save("large.csv")
     assert words in call(command, 2).stderr
 
 
@@ -75,3 +81,12 @@ def test_it_is_served_on_this_machine_until_ctrl_c() -> None:
             assert server.wait(30) == 0
         finally:
             server.kill()
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    """It was called a file."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"port {port} cannot be had" in call(f"studio --port {port}", 2).stderr

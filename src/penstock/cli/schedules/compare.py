@@ -109,7 +109,7 @@ def _cells(entry: Compared, best: dict[str, float]) -> Iterator[str]:
 def _write_table(ranks: int, microbatches: int, entries: list[Compared], best: dict[str, float]) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("family", no_wrap=True)
-    for heading in ("stages\na rank", "makespan", "idle\nshare", "steady\nidle", "peak\nactivations"):
+    for heading in ("stages\nper rank", "makespan", "idle\nshare", "steady\nidle", "peak\nactivations"):
         table.add_column(heading, justify="right", overflow="fold")
     for entry in entries:
         table.add_row(*_cells(entry, best))

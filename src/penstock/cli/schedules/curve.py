@@ -9,7 +9,7 @@ from typing import Any
 from penstock.cli.output import fold, terminal_width, write, write_json, writes
 from penstock.errors import UsageError
 from penstock.schedule import CurvePoint
-from penstock.view.memory_curve import curve_lines, curve_page
+from penstock.view.pictures.memory_curve import curve_lines, curve_page
 
 BAR = "\N{FULL BLOCK}"
 PIPE_WIDTH = 100

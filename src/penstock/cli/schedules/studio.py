@@ -83,7 +83,11 @@ def serve(page: str, port: int) -> None:
         def log_message(self, format: str, *args: object) -> None:
             """Say nothing: the terminal shows the address."""
 
-    with ThreadingHTTPServer((LOOPBACK, port), Handler) as server:
+    try:
+        server = ThreadingHTTPServer((LOOPBACK, port), Handler)
+    except (OSError, OverflowError) as error:  # overflow: no port has such a number
+        raise UsageError(f"port {port} cannot be had ({error}); leave --port out for a free one") from None
+    with server:
         write(f"the studio is at http://{LOOPBACK}:{server.server_address[1]}/ (Ctrl-C ends it)")
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()

@@ -24,9 +24,9 @@ from penstock.view.figures import SHARES, idle_shares, printable
 from penstock.view.gantt import IDLE, gantt
 from penstock.view.page import save_page
 from penstock.view.perfetto import save_trace
-from penstock.view.png import save_png
+from penstock.view.pictures.png import save_png
+from penstock.view.pictures.svg import save_svg
 from penstock.view.run import Run
-from penstock.view.svg import save_svg
 
 PIPE_WIDTH = 100
 

@@ -10,9 +10,9 @@ function rgb(hex) {
   return [value >> 16, (value >> 8) & 255, value & 255];
 }
 
-// Second and later stages of a rank are darker, so that rounds can be told apart.
-const SHADES = OP_NAMES.map((name) => [0, 1, 2, 3].map((chunk) => rgb(OPS[name].colour).map((each) => Math.round(each * (1 - 0.11 * chunk)))));
-const FILLS = SHADES.map((chunks) => chunks.map((colour) => `rgb(${colour.join(" ")})`));
+// Second and later stages of a rank are slightly darker; where a span is drawn by itself, a line per stage says which.
+const FILLS = OP_NAMES.map((name) => OPS[name].shades), SHADES = FILLS.map((chunks) => chunks.map(rgb));
+const LAST_SHADE = FILLS[0].length - 1;
 const PALE = 0.22; // of what is not on the critical path
 
 function fitCanvas(canvas, height) {
@@ -45,7 +45,7 @@ function mixOf(row, critical) {
   if (row[kept]) return row[kept];
   const sums = range4(row.count + 1);
   for (let place = 0; place < row.count; place++) {
-    const time = row.length[place] * (critical && !row.critical[place] ? PALE : 1), colour = SHADES[row.op[place]][Math.min(row.chunk[place], 3)];
+    const time = row.length[place] * (critical && !row.critical[place] ? PALE : 1), colour = SHADES[row.op[place]][Math.min(row.chunk[place], LAST_SHADE)];
     sums[0][place + 1] = sums[0][place] + time;
     for (let part = 0; part < 3; part++) sums[part + 1][place + 1] = sums[part + 1][place] + time * colour[part];
   }

@@ -147,9 +147,10 @@ class Gantt {
       const end = Math.min(far, this.gutter + row.end(place) * slope + shift);
       if (end <= start) continue;
       pen.globalAlpha = this.view.critical && !row.critical[place] ? PALE : 1;
-      pen.fillStyle = FILLS[row.op[place]][Math.min(row.chunk[place], 3)];
+      pen.fillStyle = FILLS[row.op[place]][Math.min(row.chunk[place], LAST_SHADE)];
       const gap = end - start > 4 ? 1 : 0;
       pen.fillRect(start, y, end - start - gap, height);
+      if (row.chunk[place] && end - start > 8) this.lines(pen, start, y, end - start - gap, height >= 14 ? Math.min(row.chunk[place], LAST_SHADE) : 1);
       if (row.faults.has(place)) this.cross(pen, start, y, end - start - gap, height);
       const room = end - start - gap - 3;
       if (height < 9 || room < letter) continue;
@@ -161,6 +162,12 @@ class Gantt {
       }
     }
     pen.globalAlpha = 1;
+  }
+
+  // A line for each stage of the rank before this one.
+  lines(pen, x, y, width, count) {
+    pen.fillStyle = "rgb(0 0 0 / .5)";
+    for (let line = 0; line < count; line++) pen.fillRect(x, y + 2 * line, width, 1);
   }
 
   // A fault is a frame and a diagonal, so that it is seen without colours.

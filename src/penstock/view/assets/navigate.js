@@ -7,7 +7,7 @@ class Navigator {
   constructor({ chart, overview, tip, status, gantt, view, changed, grab = () => null }) {
     Object.assign(this, { chart, overview, tip, status, gantt, view, changed, grab });
     this.pointers = new Map();
-    this.selecting = false; // by touch: the next drag selects a range
+    this.moving = this.selecting = false; // what a drag does, by touch too: moves actions, or selects a range
     this.keys = {
       ArrowLeft: () => this.pan(-0.1), ArrowRight: () => this.pan(0.1), a: () => this.pan(-0.1), d: () => this.pan(0.1),
       ArrowUp: () => this.beside(-1, 0), ArrowDown: () => this.beside(1, 0), w: () => this.zoom(1.5), s: () => this.zoom(1 / 1.5),
@@ -17,6 +17,9 @@ class Navigator {
     this.listen();
     this.status.textContent = HINT;
   }
+
+  // A finger that moves up or down scrolls the page, unless the drag is ours.
+  touch() { this.chart.style.touchAction = this.moving || this.selecting ? "none" : ""; }
 
   show(from, to) { this.view.show(from, to); this.changed(); }
 
@@ -32,8 +35,10 @@ class Navigator {
 
   showAll() { this.show(0, this.view.whole); }
 
-  nothing() {
-    this.view.selected = this.view.range = null;
+  // Nothing chosen; a range is kept where one is given.
+  nothing(range = null) {
+    this.view.selected = null;
+    this.view.range = range;
     this.tip.hidden = true;
     this.status.textContent = HINT;
     this.changed();
@@ -60,15 +65,20 @@ class Navigator {
     this.tip.style.top = `${y + 18 + box.height > innerHeight ? Math.max(4, y - box.height - 12) : y + 18}px`;
   }
 
-  choose(row, place) {
-    const { view } = this;
+  // Choose an action where it stands; `choose` also moves the window to it.
+  mark(row, place) {
+    const { view } = this, words = described(row, place, view.several), opened = !view.isOpen(row.run);
     view.selected = { row, place };
     view.open.add(row.run.number);
-    const words = described(row, place, view.several);
     this.status.textContent = `${words.title}: ${words.lines.join("; ")}`;
+    this.changed(opened);
+  }
+
+  choose(row, place) {
+    const { view } = this;
+    this.mark(row, place);
     const scale = view.perTick(row.run), start = row.start[place] * scale, end = row.end(place) * scale, size = view.to - view.from;
-    if (start < view.from || end > view.to) view.show((start + end - size) / 2, (start + end + size) / 2);
-    this.changed();
+    if (start < view.from || end > view.to) this.show((start + end - size) / 2, (start + end + size) / 2);
   }
 
   toggle(run) {
@@ -132,8 +142,9 @@ class Navigator {
     chart.addEventListener("dblclick", (event) => this.zoom(2, this.share(event)));
     chart.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
     chart.addEventListener("keydown", (event) => {
-      if (event.ctrlKey || event.metaKey || event.altKey || !this.keys[event.key]) return;
-      this.keys[event.key]();
+      const act = this.keys[event.key] || this.keys[event.key.toLowerCase()]; // with caps lock too
+      if (!act || event.ctrlKey || event.metaKey || event.altKey) return;
+      act();
       event.preventDefault();
     });
     overview.addEventListener("pointerdown", (event) => overview.setPointerCapture(event.pointerId));
@@ -152,9 +163,10 @@ class Navigator {
     this.chart.setPointerCapture(event.pointerId);
     this.pointers.set(event.pointerId, event);
     this.moved = false;
+    if (this.held) this.held.end();
     this.held = null;
     if (this.pointers.size > 1) return;
-    this.held = this.grab(hit, event);
+    this.held = this.selecting ? null : this.grab(hit, event);
     if (!this.held && (event.shiftKey || this.selecting)) {
       const from = this.at(event);
       this.held = { move: (now) => { const to = this.at(now); this.view.range = { from: Math.min(from, to), to: Math.max(from, to) }; this.changed(); }, end: () => {} };
@@ -185,7 +197,7 @@ class Navigator {
   up(event) {
     if (!this.pointers.delete(event.pointerId)) return;
     this.chart.classList.remove("dragging");
-    if (this.held && this.moved) this.held.end(event);
+    if (this.held) this.held.end();
     this.held = null;
     if (event.type !== "pointerup" || this.moved) return;
     const hit = this.hit(event);

@@ -6,11 +6,7 @@ const gantt = new Gantt(byId("chart"), view), memory = new Memory(byId("memory")
 const known = runs.every((run) => run.activation);
 let due = 0, late = 0, stale = false;
 
-function draw(fresh = false) {
-  gantt.draw();
-  memory.draw(gantt);
-  overview.draw(fresh);
-}
+const draw = (fresh = false) => drawAll(gantt, memory, overview, fresh);
 
 function redraw(fresh = false) {
   stale ||= fresh;
@@ -20,7 +16,6 @@ function redraw(fresh = false) {
 function changed(opened = false) {
   redraw();
   showRange(byId("range"), view);
-  byId("arrow-note").hidden = !(view.arrows && gantt.hiddenArrows);
   for (const run of runs) if (run.button) run.button.setAttribute("aria-expanded", view.isOpen(run));
   if (opened) idleTable(view);
   clearTimeout(late);
@@ -33,50 +28,28 @@ const toggle = (run) => controls.toggle(run);
 // -- the view in the address
 
 function write() {
-  const words = new URLSearchParams(), put = (name, value, usual) => { if (value !== usual) words.set(name, value); };
-  const number = (value) => Number(value.toPrecision(7));
-  if (view.from > 0 || view.to < view.whole * (1 - 1e-9)) words.set("t", [view.from, view.to].map(number).join("-"));
-  put("order", view.order, "run");
-  put("scale", view.scale, view.sameUnit ? "same" : "fit");
-  put("critical", view.critical, false);
-  put("arrows", view.arrows, false);
+  const words = new URLSearchParams();
+  writeView(view, words);
+  if (view.order !== "run") words.set("order", view.order);
+  if (view.sameUnit && view.scale !== "same") words.set("scale", view.scale);
   if (view.several) words.set("open", [...view.open].sort((one, other) => one - other).join("."));
-  if (view.selected) words.set("at", [view.selected.row.run.number, view.selected.row.rank, view.selected.place].join("."));
-  if (view.range) words.set("range", [view.range.from, view.range.to].map(number).join("-"));
   history.replaceState(null, "", `#${words}`);
 }
 
 function read() {
-  const words = new URLSearchParams(location.hash.slice(1)), window = (name) => (words.get(name) || "").split("-").map(Number);
-  if (words.get("order") === "rank") view.order = "rank";
-  if (["same", "fit"].includes(words.get("scale")) && view.sameUnit) view.scale = words.get("scale");
-  view.critical = words.get("critical") === "true";
-  view.arrows = words.get("arrows") === "true";
-  if (words.has("open")) view.open = new Set(words.get("open").split(".").filter(Boolean).map(Number).filter((number) => runs[number]));
-  view.show(0, view.whole);
-  const [from, to] = window("t"), [begin, end] = window("range");
-  if (to > from) view.show(from, to);
-  if (end > begin) view.range = { from: begin, to: end };
-  const [run, rank, place] = (words.get("at") || "").split(".").map(Number), row = runs[run] && runs[run].rows[rank];
-  if (row && place < row.count) controls.choose(row, place);
-  byId("order").value = view.order; byId("scale").value = view.scale;
-  byId("critical").checked = view.critical; byId("arrows").checked = view.arrows;
+  const words = new URLSearchParams(location.hash.slice(1));
+  byId("order").value = view.order = words.get("order") === "rank" ? "rank" : "run";
+  byId("scale").value = view.scale = view.sameUnit && words.get("scale") !== "fit" ? "same" : "fit";
+  view.open = view.several && words.has("open") ? new Set(words.get("open").split(".").filter(Boolean).map(Number).filter((number) => runs[number])) : view.usuallyOpen();
+  readView(controls, words);
+  changed(true);
 }
 
 // -- the tools
 
-for (const [id, act] of [["zoom-in", () => controls.zoom(1.6)], ["zoom-out", () => controls.zoom(1 / 1.6)], ["zoom-all", () => controls.showAll()], ["pan-left", () => controls.pan(-0.25)], ["pan-right", () => controls.pan(0.25)]]) {
-  byId(id).addEventListener("click", act);
-}
-byId("critical").addEventListener("change", (event) => { view.critical = event.target.checked; changed(); });
-byId("arrows").addEventListener("change", (event) => { view.arrows = event.target.checked; draw(); changed(); });
+toolbar(controls, changed);
 byId("order").addEventListener("change", (event) => { view.order = event.target.value; changed(); });
 byId("scale").addEventListener("change", (event) => { view.scale = event.target.value; view.range = null; controls.showAll(); });
-byId("ranges").addEventListener("click", (event) => {
-  controls.selecting = !controls.selecting;
-  event.currentTarget.setAttribute("aria-pressed", controls.selecting);
-  byId("chart").style.touchAction = controls.selecting ? "none" : "";
-});
 byId("find").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = byId("wanted").value, count = controls.find(text);
@@ -96,7 +69,7 @@ function drawScatters() {
     const unit = known ? (value) => bytesText(value) : short;
     const scatter = new Scatter(byId("scatter"), {
       xName: known ? "memory" : "memory, in whole-rank microbatches", yName: "idle", xText: unit, yText: percent,
-      choose: (point) => { toggle(point.run); byId("chart").scrollIntoView({ block: "nearest" }); },
+      choose: (point) => { if (!view.isOpen(point.run)) toggle(point.run); byId("chart").scrollIntoView({ block: "nearest" }); },
     });
     scatter.draw(runs.map((run) => ({ run, x: known ? run.peakSize : run.peak, y: run.idle, name: run.label, mark: run.letter, label: runs.length > 16 ? run.letter : undefined })));
   }
@@ -122,11 +95,11 @@ const spans = runs.reduce((sum, run) => sum + run.rows.reduce((count, row) => co
 byId("summary").textContent = view.several
   ? `${runs.length} runs, ${spans.toLocaleString("en")} actions`
   : `${runs[0].sizes[0]} ranks, ${runs[0].sizes[1]} stages, ${runs[0].sizes[2]} microbatches; ${spans.toLocaleString("en")} actions, ${runs[0].kind}`;
+byId("runs-text").textContent = `Memory is the most that a rank holds at once, in ${known ? "bytes" : "whole-rank microbatches"}; fill, wait, drain and other are its idle time by cause.`;
 byId("memory-text").textContent = `What each rank holds between a forward and its backward (B, or W), ${known ? "in bytes" : "in whole-rank microbatches: a microbatch in one of a rank's two stages counts as a half"}.`;
 runsTable(view, toggle); adviceList(view); legend(byId("legend"), runs); idleKey(); booksTables(view);
 read();
 draw(true);
-changed(true);
 drawScatters();
 new ResizeObserver(() => { redraw(); drawScatters(); }).observe(byId("chart"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw(true));

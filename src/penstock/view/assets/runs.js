@@ -73,12 +73,17 @@ class View {
     Object.assign(this, { from: 0, to: 1, order: "run", critical: false, arrows: false, range: null, selected: null, cap: null, folds: true });
     this.take(runs);
     this.scale = this.sameUnit ? "same" : "fit";
-    const rows = runs.reduce((sum, run) => sum + run.rows.length, 0);
-    this.open = new Set(rows <= 24 || runs.length === 1 ? runs.keys() : []);
+    this.open = this.usuallyOpen();
     this.to = this.whole;
   }
 
   take(runs) { this.runs = runs; }
+
+  // Few ranks are all shown; of many, the runs are compared first.
+  usuallyOpen() {
+    const rows = this.runs.reduce((sum, run) => sum + run.rows.length, 0);
+    return new Set(rows <= 24 || !this.several ? this.runs.keys() : []);
+  }
 
   get several() { return this.runs.length > 1; }
 

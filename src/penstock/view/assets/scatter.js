@@ -17,11 +17,11 @@ function legend(list, runs) {
   const there = new Set(runs.flatMap((run) => run.rows.flatMap((row) => [...new Set(row.op)])));
   const entries = [...there].sort().map((place) => {
     const op = OPS[OP_NAMES[place]], swatch = element("span", { text: op.pair ? "F B" : op.letter, kind: "swatch" });
-    swatch.style.background = op.colour;
+    [swatch.style.background] = op.shades;
     return element("li", {}, swatch, op.meaning);
   });
   if (runs.some((run) => run.rows.some((row) => row.chunk.some((chunk) => chunk > 0)))) {
-    entries.push(element("li", { text: "darker: a later stage of the same rank" }));
+    entries.push(element("li", { text: "darker, with lines on top: a later stage of the same rank" }));
   }
   if (runs.some((run) => run.rows.some((row) => row.sends.start.length))) {
     const swatch = element("span", { kind: "swatch" });
@@ -30,6 +30,8 @@ function legend(list, runs) {
   }
   list.replaceChildren(...entries);
 }
+
+const FINGER = 22; // pixels around a dot that count as the dot
 
 class Scatter {
   // `xText` and `yText` write numbers of the axes; `choose(point, event)` is called with a point that was chosen.
@@ -64,16 +66,15 @@ class Scatter {
     }
     this.make("text", "axis", { x: width - right, y: height - 6, "text-anchor": "end" }, this.xName);
     this.make("text", "axis", { x: 4, y: 14 }, this.yName);
-    for (const { y, name } of lines) {
-      this.make("line", "level", { x1: left, x2: width - right, y1: Y(y), y2: Y(y) });
-      this.make("text", "", { x: width - right, y: Y(y) - 5, "text-anchor": "end" }, name);
-    }
+    for (const { y } of lines) this.make("line", "level", { x1: left, x2: width - right, y1: Y(y), y2: Y(y) });
     this.points(points, X, Y, width);
+    for (const { y, name } of lines) this.make("text", "", { x: left + 4, y: Y(y) + 16 }, name);
   }
 
   points(points, X, Y, width) {
     const places = points.map((point) => ({ point, x: X(point.x), y: Y(point.y), size: point.kind ? 7 : 5 }));
     for (const place of places) this.dot(place);
+    this.svg.onclick = this.choose && ((event) => this.nearest(places, event));
     const taken = places.map(({ x, y, size }) => ({ left: x - size - 2, right: x + size + 2, y }));
     for (const { point, x, y, size } of places) {
       const text = point.label ?? `${point.mark ? point.mark + " " : ""}${point.name}`, length = 6.8 * text.length, far = size + 5;
@@ -87,13 +88,19 @@ class Scatter {
     }
   }
 
+  // A finger is wider than a dot: what is meant is the nearest one.
+  nearest(places, event) {
+    const box = this.svg.getBoundingClientRect(), away = ({ x, y }) => Math.hypot(x - event.clientX + box.left, y - event.clientY + box.top);
+    const found = places.reduce((best, place) => (away(place) < away(best) ? place : best));
+    if (away(found) <= FINGER) this.choose(found.point, event);
+  }
+
   dot({ point, x, y, size }) {
     const words = `${point.mark ? point.mark + " " : ""}${point.name}: ${this.yName} ${this.yText(point.y)}, ${this.xName} ${this.xText(point.x)}`;
     const made = this.make("circle", `dot ${point.kind || ""}`, { cx: x, cy: y, r: size });
     made.append(Object.assign(document.createElementNS(this.svg.namespaceURI, "title"), { textContent: words }));
     if (!this.choose) return;
     for (const [key, value] of [["tabindex", 0], ["role", "button"], ["aria-label", words]]) made.setAttribute(key, value);
-    made.addEventListener("click", (event) => this.choose(point, event));
     made.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); this.choose(point, event); } });
   }
 }

@@ -11,9 +11,10 @@ function runsTable(view, toggle) {
   const heads = ["run", "makespan", "idle", "memory", "fill", "wait", "drain", "other", "ranks", "stages", "microbatches"];
   const kind = (place) => (place > 3 ? "more" : "");
   const least = (of) => (view.several && view.sameUnit ? Math.min(...view.runs.map(of)) : NaN);
-  const best = [least((run) => run.makespan), least((run) => run.idle), least((run) => run.peak)];
+  const oneUnit = view.runs.every((run) => Boolean(run.activation) === Boolean(view.runs[0].activation));
+  const best = [least((run) => run.makespan), least((run) => run.idle), oneUnit ? least((run) => run.peakSize) : NaN];
   const body = view.runs.map((run) => {
-    const name = element("td");
+    const name = element("span", { kind: "name" });
     if (view.several) {
       const button = element("button", { kind: "key", text: run.letter, type: "button", title: "Show or hide its ranks in the timeline", "aria-label": `Ranks of ${run.letter}, ${run.label}` });
       button.addEventListener("click", () => toggle(run));
@@ -21,9 +22,9 @@ function runsTable(view, toggle) {
       name.append(button);
     }
     name.append(`${run.label} (${run.kind})`);
-    const figures = [run.makespan, run.idle, run.peak];
+    const figures = [run.makespan, run.idle, run.peakSize];
     const cells = [timeText(run.makespan, run.unit), percent(run.idle), run.memory(run.peakSize), ...KINDS.map((_, part) => percent(idleMean(run, part))), ...run.sizes];
-    return element("tr", {}, name, ...cells.map((text, place) => element("td", { text, kind: place < 3 && figures[place] === best[place] ? "best" : kind(place + 1) })));
+    return element("tr", {}, element("td", {}, name), ...cells.map((text, place) => element("td", { text, kind: place < 3 && figures[place] === best[place] ? "best" : kind(place + 1) })));
   });
   byId("runs").append(
     element("thead", {}, element("tr", {}, ...heads.map((text, place) => element("th", { text, scope: "col", kind: kind(place) })))),
@@ -34,7 +35,8 @@ function runsTable(view, toggle) {
 function adviceList(view) {
   for (const run of view.runs) {
     if (!run.account) continue;
-    byId("advice").append(element("li", { text: `${view.several ? run.letter + ": " : ""}${run.account.advice}` }));
+    const { advice } = run.account;
+    byId("advice").append(element("li", { text: `${view.several ? `${run.letter}: ${advice}` : advice[0].toUpperCase() + advice.slice(1)}.` }));
   }
 }
 
@@ -56,12 +58,13 @@ function idleTable(view) {
     element("tbody", {}, ...rows),
   );
   byId("idle-none").hidden = rows.length > 0;
+  byId("idle").hidden = !rows.length;
 }
 
 function idleKey() {
   for (const [name, meaning] of KINDS) {
     const swatch = element("span", { kind: "swatch" });
-    swatch.style.cssText = `background:var(--${name});margin-right:6px`;
+    swatch.style.cssText = `background:var(--${name});`;
     byId("idle-key").append(element("li", {}, swatch, `${name}: ${meaning}`));
   }
 }

@@ -11,7 +11,6 @@ class Editor {
   // `slotOf(run)` is the slot of a run; `changed()` draws again.
   constructor({ view, gantt, chart, slotOf, shown, changed, status }) {
     Object.assign(this, { view, gantt, chart, slotOf, shown, changed, status });
-    this.on = !matchMedia("(pointer: coarse)").matches;
   }
 
   put(slot, schedule, remember = true) {
@@ -20,24 +19,26 @@ class Editor {
     slot.own = { ...schedule, name: schedule.name.startsWith("own") ? schedule.name : `own, from ${schedule.name || "a file"}` };
   }
 
-  keep(slot, before = { source: slot.source, each: slot.each, own: slot.own }) {
-    slot.past.push(before);
+  // Before a change: what undo brings back, and the sizes where the change is going to set them.
+  keep(slot, sizes = {}, before = { source: slot.source, each: slot.each, own: slot.own }) {
+    slot.past.push({ before, sizes });
+    slot.note = "";
     if (slot.past.length > 200) slot.past.shift();
     this.last = slot;
   }
 
   undo(slot) {
-    const before = slot.past.pop();
-    if (!before) return false;
-    Object.assign(slot, before);
+    if (!slot.past.length) return;
+    const { before, sizes } = slot.past.pop();
+    Object.assign(slot, before, { note: "" });
+    Object.assign(state, sizes);
     this.view.selected = null;
     this.changed();
-    return true;
   }
 
   // A drag that began on an action; null where it moves the window instead.
   grab(hit, event) {
-    if (!this.on || event.shiftKey || !hit || !hit.row || hit.place < 0) return null;
+    if (event.shiftKey || !hit || !hit.row || hit.place < 0) return null;
     const { row, place } = hit, run = row.run, { slope } = this.gantt.pixels(run);
     if (row.length[place] * slope < 4) return null;
     const slot = this.slotOf(run), schedule = this.shown(run).schedule, cells = run.rows.map((each) => cellsOfSpans(schedule.rows[each.rank]));
@@ -45,6 +46,7 @@ class Editor {
     const before = { source: slot.source, each: slot.each, own: slot.own };
     const { slope: scale, shift } = this.gantt.pixels(run), { gutter, rowHeight } = this.gantt;
     let last = "";
+    byId("slots").style.minHeight = `${byId("slots").offsetHeight}px`; // nothing moves under the pointer
     const target = (now) => {
       const box = this.chart.getBoundingClientRect(), y = now.clientY - box.top, ticks = (now.clientX - box.left - tops[0].left - gutter - shift) / scale;
       const near = tops.reduce((best, entry) => (Math.abs(entry.y + rowHeight / 2 - y) < Math.abs(best.y + rowHeight / 2 - y) ? entry : best)).row;
@@ -65,7 +67,11 @@ class Editor {
         if (rank !== from.rank || cell !== from.cell) this.put(slot, movedCell(schedule, from.rank, from.cell, rank, cell), false);
         this.chosen(run.number, rank, cell, slot);
       },
-      end: () => { if (slot.own !== before.own) this.keep(slot, before); this.changed(); },
+      end: () => {
+        byId("slots").style.minHeight = "";
+        if (slot.own !== before.own) this.keep(slot, {}, before);
+        if (last) this.changed();
+      },
     };
   }
 

@@ -5,6 +5,18 @@ const PAIR_CELL = /^\(([^;()]*);([^;()]*)\)OVERLAP_(?:F_B|B_F)$/;
 
 class FileError extends Error {}
 
+const MOST = DATA.limits.size; // stages times microbatches that a page draws
+const LARGEST = 2e7; // bytes of a file; the largest schedule that is drawn has a tenth of that
+
+// What is too large for a page, or has no size at all.
+function checkSize({ rows, placement, microbatches }) {
+  if (!(Number.isInteger(microbatches) && microbatches > 0 && placement.every((rank) => Number.isInteger(rank) && rank >= 0))) throw new FileError("the placement or the number of microbatches is missing or wrong");
+  const actions = rows.reduce((sum, row) => sum + row.filter(Boolean).length, 0);
+  for (const [what, count, most] of [["ranks", rows.length, DATA.limits.ranks], ["stages times microbatches", placement.length * microbatches, MOST], ["actions", actions, 4 * MOST]]) {
+    if (count > most) throw new FileError(`${what}: ${count.toLocaleString("en")}, which is too much for a page (${most.toLocaleString("en")}); penstock view takes it`);
+  }
+}
+
 // A cell of text as parts; null for what is no compute. `lost` counts those.
 function readCell(text, row, column, lost) {
   const refuse = () => { throw new FileError(`row ${row}, column ${column}: ${JSON.stringify(text)} is not an action, such as 2F0, 1I3 or (1F3;0B2)OVERLAP_F_B`); };
@@ -35,8 +47,7 @@ function readFile(text, name) {
   const schedule = /\.json$/i.test(name) || /^\s*\{/.test(text) ? readJson(text, lost) : readCsv(text, lost);
   if (!schedule.rows.some((row) => row.some(Boolean))) throw new FileError("the file has no compute in any row");
   if (lost.skips) throw new FileError("a transfer in the file skips stages; the studio knows chains of stages only");
-  const stages = schedule.placement.length, most = Math.max(...schedule.rows.map((row) => row.length));
-  if (stages * schedule.microbatches > 200000 || most > 1e6) throw new FileError("the schedule is too large for a page; penstock view takes it");
+  checkSize(schedule);
   schedule.name ||= name.replace(/\.(csv|json)$/i, "");
   return { schedule, note: lost.count ? `${lost.count} transfers and other actions that are no computes are left out` : "" };
 }
@@ -52,7 +63,7 @@ function readCsv(text, lost) {
     if (op === F) { if (!forwards.has(stage)) forwards.set(stage, new Set()); forwards.get(stage).add(microbatch); }
   })));
   if (!forwards.size) throw new FileError("the schedule has no forward, so the number of microbatches is unknown");
-  const stages = Math.max(...seen.keys()) + 1;
+  const stages = [...seen.keys()].reduce((most, stage) => Math.max(most, stage), 0) + 1;
   if (stages > 2 * seen.size + rows.length) throw new FileError(`stage numbers go up to ${stages - 1}, but only ${seen.size} appear: number them from 0 without gaps`);
   const placement = range(stages).map((stage) => (seen.has(stage) ? [...seen.get(stage)].reduce((best, each) => (each[1] > best[1] ? each : best))[0] : 0));
   const counts = new Map();
@@ -76,7 +87,7 @@ function readJson(text, lost) {
       !Array.isArray(rows) || !rows.every((row) => Array.isArray(row) && row.every((cell) => cell === null || typeof cell === "string"))) {
     throw new FileError("the JSON is not a complete schedule: placement, microbatches or rows are missing or wrong");
   }
-  const chain = Array.isArray(edges) && edges.length === placement.length - 1 && edges.every(([from, to], place) => from === place && to === place + 1);
+  const chain = Array.isArray(edges) && edges.length === placement.length - 1 && edges.every((edge, place) => Array.isArray(edge) && edge.length === 2 && edge[0] === place && edge[1] === place + 1);
   if (!chain) throw new FileError("the schedule has stages that skip others; the studio knows chains of stages only");
   if (found.recompute && found.recompute.length) throw new FileError("the schedule has stages that recompute; the studio does not price that");
   return { rows: readRows(rows, lost), placement, microbatches, forwardOnly: found.forward_only === true, name: String(found.name || "") };

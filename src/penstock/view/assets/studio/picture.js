@@ -26,7 +26,7 @@ function withoutWaits(schedule, costs) {
     starts[number] = number === columns.starts[columns.rank[number]] ? 0 : ends[number - 1];
     ends[number] = starts[number] + times[op];
   });
-  return { schedule, columns, costs, starts, ends, free: starts, start: 0, makespan: Math.max(0, ...ends), busy: [], bubble: 0, peaks: peaksOf(columns, schedule.forwardOnly) };
+  return { schedule, columns, costs, starts, ends, free: starts, start: 0, makespan: ends.reduce((most, end) => Math.max(most, end), 0), busy: [], bubble: 0, peaks: peaksOf(columns, schedule.forwardOnly) };
 }
 
 function runData(timeline, label, proved) {
@@ -66,4 +66,13 @@ function cellsOfSpans(row) {
   const found = [];
   row.filter(Boolean).forEach((cell, place) => cell.forEach(() => found.push(place)));
   return found;
+}
+
+// The spans of a run that its faults are about.
+function markFaults(run, { schedule: { rows }, faults }) {
+  const firsts = rows.map((row) => { let count = 0; return row.map((cell) => (count += cell ? cell.length : 0) - (cell ? cell.length : 0)); });
+  for (const { rank, position } of faults) {
+    const cell = rank === null || position === null ? null : rows[rank][position];
+    (cell || []).forEach((_, place) => run.rows[rank].faults.add(firsts[rank][position] + place));
+  }
 }

@@ -17,9 +17,8 @@ function faultsOf(schedule) {
     const odd = new Set(found.filter((each) => each.action !== null).map((each) => `${each.rank} ${each.position}`));
     schedule = { ...schedule, rows: rows.map((row, rank) => row.map((cell, place) => (odd.has(`${rank} ${place}`) ? null : cell))) };
   }
-  const columns = columnsOf(schedule);
-  found.push(...completenessFaults(schedule, columns), ...orderFaults(schedule, columns));
-  if (found.length) return found;
+  const columns = columnsOf(schedule), all = found.concat(completenessFaults(schedule, columns), orderFaults(schedule, columns));
+  if (all.length) return all;
   const { stuck } = runRows(columns, new Float64Array(columns.parts.length), waitsOf(columns));
   return stuckFaults(schedule, columns, stuck);
 }

@@ -40,10 +40,12 @@ function* searchOrders(ranks, microbatches, costs, cap) {
 }
 
 // The shortest schedule within `cap` whole-rank microbatches; null where none of them is. Costs are of a whole rank.
-function quickSearch(ranks, microbatches, costs, cap) {
+// `rest` is awaited between two orders, and ends the search by returning false: then there is no answer.
+async function quickSearch(ranks, microbatches, costs, cap, rest) {
   if (4 * ranks * microbatches > MOST_SEARCHED) return null;
   let best = null, shortest = Infinity;
   for (const schedule of searchOrders(ranks, microbatches, costs, cap)) {
+    if (!(await rest())) return undefined;
     const timeline = simulate(schedule, stageCosts(costs, schedule.placement.length / ranks));
     if (peakMemory(schedule, timeline.peaks) <= cap * (1 + EPSILON) && timeline.makespan < shortest * (1 - EPSILON)) {
       best = schedule; shortest = timeline.makespan;

@@ -1,15 +1,11 @@
 // The studio: controls in, two schedules out, drawn, proved and priced while they change.
 
 const LETTER = ["A", "B"];
-let shown = [], due = 0, late = 0, slow = 0, view = null;
+let shown = [], due = 0, late = 0, slow = 0, view = null, linked = null; // linked: the words of an address whose view is to come
 
 // -- drawing
 
-function frame() {
-  gantt.draw();
-  memory.draw(gantt);
-  overview.draw(true);
-}
+const frame = () => drawAll(gantt, memory, overview, true);
 
 function redraw() {
   if (!due) due = requestAnimationFrame(() => { due = 0; frame(); });
@@ -19,30 +15,31 @@ function redraw() {
 function update() {
   const begin = performance.now();
   shown = state.slots.map((slot) => {
-    if (slot.source === "search" && !slot.searched) return { waiting: true };
-    const { schedule, reason } = scheduleOf(slot);
-    return schedule ? shownOf(schedule) : { reason };
+    const { schedule, ...rest } = scheduleOf(slot);
+    return schedule ? shownOf(schedule) : rest;
   });
   const runs = [];
   shown.forEach((each, place) => {
     if (!each.schedule) return;
     const run = new Run(runData(each.timeline, nameOf(each.schedule), each.proved), runs.length);
     run.slot = place; run.letter = LETTER[place];
-    for (const { rank, position } of each.faults) {
-      if (rank === null || position === null || !run.rows[rank]) continue;
-      const cell = each.schedule.rows[rank].slice(0, position).filter(Boolean).length;
-      cellsOfSpans(each.schedule.rows[rank]).forEach((own, span) => { if (own === cell) run.rows[rank].faults.add(span); });
-    }
+    markFaults(run, each);
     runs.push(run);
   });
   takeRuns(runs);
   frame(); // before anything else changes, so that no layout is asked for twice
+  showControls();
   state.slots.forEach(showSlot);
   spent = performance.now() - begin;
   showRange(byId("range"), view);
   legend(byId("legend"), runs);
   searchSoon();
-  clearTimeout(late); late = setTimeout(writeAddress, 200);
+  if (linked && !shown.some((each) => each.waiting)) {
+    const words = linked;
+    linked = null;
+    readView(controls, words);
+  }
+  writeSoon();
   clearTimeout(slow); slow = setTimeout(drawScatter, 80);
 }
 let spent = 0;
@@ -62,14 +59,27 @@ function takeRuns(runs) {
 
 const nameOf = (schedule) => (schedule.from ? `${schedule.name}: ${schedule.from}` : schedule.name || "own");
 
-// The quick search takes a moment: the page is drawn before it begins.
-function searchSoon() {
-  const waiting = state.slots.filter((slot, place) => shown[place].waiting);
-  if (!waiting.length) return;
-  setTimeout(() => {
-    for (const slot of waiting) { scheduleOf(slot); slot.searched = true; }
-    update();
-  }, 30);
+let search = ""; // the key of the search that is under way
+
+// The quick search takes a moment: it rests now and then, so that the page answers, and ends when it is no longer wanted.
+async function searchSoon() {
+  const key = shown.some((each) => each.waiting) ? searchKey() : "";
+  if (key === search) return;
+  search = key;
+  if (!key) return;
+  let since = performance.now();
+  const rest = async () => {
+    if (performance.now() - since > 25) {
+      await new Promise((go) => { setTimeout(go); });
+      since = performance.now();
+    }
+    return key === search;
+  };
+  const found = await quickSearch(state.ranks, state.microbatches, costsOfRank(), state.cap || Infinity, rest);
+  if (found === undefined) return;
+  remembered(key, () => found);
+  search = "";
+  update();
 }
 
 // -- the cards of the two schedules
@@ -82,8 +92,9 @@ function showSlot(slot, place) {
   part("each").disabled = fixed;
   part("each").value = fixed && each.schedule ? short(each.schedule.placement.length / each.schedule.rows.length) : slot.each;
   part("undo").disabled = !slot.past.length;
+  part("message").textContent = slot.note;
   for (const kind of ["csv", "json"]) part(kind).disabled = !each.schedule;
-  part("about").textContent = family ? family.summary : { search: "the shortest of a few hundred orders within the memory cap; penstock search looks further", own: "moved or loaded", none: "" }[slot.source];
+  part("about").textContent = family ? family.summary : { search: "the shortest of a few hundred orders within the memory cap; penstock search looks further", own: "moved or loaded; it keeps its own sizes", none: "" }[slot.source];
   const figures = part("figures");
   if (!each.schedule) {
     figures.replaceChildren(element("p", { text: each.waiting ? "searching ..." : each.reason || "" }));
@@ -100,10 +111,10 @@ function figuresOf({ proved, timeline, memory, bound, over, schedule }) {
     ["idle", proved ? percent(timeline.bubble) : "-"],
     ["memory", `${short(memory)}${over ? " (over the cap)" : ""}`],
     ["lower bound", bound === null ? "-" : over ? `${short(bound)} within the cap` : `${short(bound)} (${timeline.makespan > bound * (1 + 1e-9) ? `${percent(timeline.makespan / bound - 1)} above it` : "reached"})`],
-    ["sizes", `${schedule.rows.length} x ${schedule.microbatches}, ${schedule.placement.length} stages`],
+    ["sizes", `${schedule.rows.length} x ${schedule.microbatches}, ${schedule.placement.length} stage${schedule.placement.length > 1 ? "s" : ""}`],
   ];
   const list = element("dl");
-  for (const [name, text] of entries) list.append(element("div", { kind: name === "memory" && over ? "bad" : "" }, element("dt", { text: name }), element("dd", { text })));
+  for (const [name, text] of entries) list.append(element("div", { kind: over && name === "memory" ? "bad" : "", title: name === "memory" ? "in whole-rank microbatches" : "" }, element("dt", { text: name }), element("dd", { text })));
   return list;
 }
 
@@ -142,44 +153,58 @@ function drawScatter() {
 let complaint = ""; // about the address that was given
 
 function readAddress() {
-  complaint = "";
-  try {
-    readState(location.hash.length > 1 ? location.hash.slice(1) : DATA.begin);
-  } catch (error) {
-    if (!(error instanceof FileError)) throw error;
-    complaint = `${error.message}; the usual schedules are shown instead.`;
-  }
+  linked = new URLSearchParams(location.hash.length > 1 ? location.hash.slice(1) : DATA.begin);
+  complaint = readState(linked);
+}
+
+function writeSoon() {
+  clearTimeout(late);
+  late = setTimeout(writeAddress, 200);
 }
 
 function writeAddress() {
-  const { text, complete } = stateText();
-  history.replaceState(null, "", `#${text}`);
+  if (linked) return; // a search is still on its way
+  const { words, complete } = stateWords();
+  writeView(view, words);
+  history.replaceState(null, "", `#${words}`);
   byId("address").textContent = complete ? complaint : "The schedule is too long for an address: save it as a file to pass it on.";
 }
 
-function save(place, kind) {
+function fileText(place, kind) {
   const { schedule, proved } = shown[place], whole = proved ? align(packed(schedule)) : schedule;
-  const text = kind === "csv" ? toCsv(whole) : toJson(whole), name = schedule.name.replace(/[^\w.-]+/g, "-") || "schedule";
-  const link = element("a", { href: URL.createObjectURL(new Blob([text], { type: kind === "csv" ? "text/csv" : "application/json" })), download: `${name}.${kind}` });
+  return kind === "csv" ? toCsv(whole) : toJson(whole);
+}
+
+function save(place, kind) {
+  const name = shown[place].schedule.name.replace(/[^\w.-]+/g, "-") || "schedule", type = kind === "csv" ? "text/csv" : "application/json";
+  const link = element("a", { href: URL.createObjectURL(new Blob([fileText(place, kind)], { type })), download: `${name}.${kind}` });
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
+// A file that was chosen or dropped.
+async function take(place, file) {
+  if (!file) return;
+  if (file.size <= LARGEST) { load(place, await file.text(), file.name); return; }
+  state.slots[place].note = `${file.name} has ${bytesText(file.size)}, too much for a page (${bytesText(LARGEST)}); penstock view takes it`;
+  showSlot(state.slots[place], place);
+}
+
 function load(place, text, name) {
-  const slot = state.slots[place], message = byId(`slot-${place}`).querySelector(".message");
+  const slot = state.slots[place];
   try {
     const { schedule, note } = readFile(text, name);
-    editor.keep(slot);
+    editor.keep(slot, { ranks: state.ranks, microbatches: state.microbatches });
     slot.source = "own";
     slot.own = packed(schedule);
     if (schedule.rows.length <= LIMITS.ranks[1]) state.ranks = schedule.rows.length;
     if (schedule.microbatches <= LIMITS.microbatches[1]) state.microbatches = schedule.microbatches;
-    message.textContent = note;
-    showControls();
+    slot.note = note;
     update();
   } catch (error) {
     if (!(error instanceof FileError)) throw error;
-    message.textContent = `${name}: ${error.message}`;
+    slot.note = `${name}: ${error.message}`;
+    showSlot(slot, place);
   }
 }
 
@@ -194,10 +219,9 @@ function showControls() {
 }
 
 for (const input of document.querySelectorAll("#controls input")) {
+  if (input.type === "number") [input.min, input.max] = LIMITS[input.name];
   input.addEventListener("input", () => {
     if (!setNumber(input.name, input.value === "" && input.name === "cap" ? 0 : input.value === "" ? NaN : Number(input.value))) return;
-    for (const slot of state.slots) slot.searched = false;
-    showControls();
     update();
   });
   input.addEventListener("blur", showControls);
@@ -212,7 +236,6 @@ state.slots.forEach((_, place) => {
     const slot = state.slots[place];
     editor.keep(slot);
     slot.source = event.target.value;
-    slot.searched = false;
     if (FAMILIES[slot.source]) slot.each = FAMILIES[slot.source].stages;
     update();
   });
@@ -224,15 +247,13 @@ state.slots.forEach((_, place) => {
   for (const kind of ["csv", "json"]) on(kind, "click", () => save(place, kind));
   on("load", "click", () => box.querySelector("input[type=file]").click());
   box.querySelector("input[type=file]").addEventListener("change", async (event) => {
-    const [file] = event.target.files;
-    if (file) load(place, await file.text(), file.name);
+    await take(place, event.target.files[0]);
     event.target.value = "";
   });
   box.addEventListener("dragover", (event) => event.preventDefault());
-  box.addEventListener("drop", async (event) => {
+  box.addEventListener("drop", (event) => {
     event.preventDefault();
-    const [file] = event.dataTransfer.files;
-    if (file) load(place, await file.text(), file.name);
+    take(place, event.dataTransfer.files[0]);
   });
 });
 
@@ -257,7 +278,7 @@ const scatter = new Scatter(byId("scatter"), {
 });
 const controls = new Navigator({
   chart: byId("chart"), overview: byId("overview"), tip: byId("tip"), status: byId("status"), gantt, view,
-  changed: () => { redraw(); showRange(byId("range"), view); }, grab: (hit, event) => editor.grab(hit, event),
+  changed: () => { redraw(); showRange(byId("range"), view); writeSoon(); }, grab: (hit, event) => (controls.moving ? editor.grab(hit, event) : null),
 });
 controls.toggle = () => {};
 view.folds = false;
@@ -265,17 +286,12 @@ Object.assign(controls.keys, {
   "[": () => editor.move(-1, 0), "]": () => editor.move(1, 0), "{": () => editor.move(0, -1), "}": () => editor.move(0, 1),
   u: () => { if (editor.last) editor.undo(editor.last); },
 });
-for (const [id, act] of [["zoom-in", () => controls.zoom(1.6)], ["zoom-out", () => controls.zoom(1 / 1.6)], ["zoom-all", () => controls.showAll()], ["pan-left", () => controls.pan(-0.25)], ["pan-right", () => controls.pan(0.25)]]) {
-  byId(id).addEventListener("click", act);
-}
-byId("critical").addEventListener("change", (event) => { view.critical = event.target.checked; redraw(); });
-byId("arrows").addEventListener("change", (event) => { view.arrows = event.target.checked; redraw(); });
-byId("moving").checked = editor.on;
-byId("moving").addEventListener("change", (event) => { editor.on = event.target.checked; byId("chart").style.touchAction = editor.on ? "none" : ""; });
-showControls();
+toolbar(controls, controls.changed);
+byId("moving").addEventListener("change", (event) => { controls.moving = event.target.checked; controls.touch(); });
+byId("moving").checked = controls.moving = !matchMedia("(pointer: coarse)").matches;
+controls.touch();
 update();
 new ResizeObserver(() => { redraw(); drawScatter(); }).observe(byId("chart"));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-addEventListener("hashchange", () => { readAddress(); showControls(); update(); });
-window.studio = { state, view, gantt, editor, controls, update, load, get shown() { return shown; }, get spent() { return spent; },
-  text: (place, kind) => { const each = shown[place], whole = each.proved ? align(packed(each.schedule)) : each.schedule; return kind === "csv" ? toCsv(whole) : toJson(whole); } };
+addEventListener("hashchange", () => { readAddress(); update(); });
+window.studio = { state, view, gantt, editor, controls, update, load, text: fileText, get shown() { return shown; }, get spent() { return spent; } };

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image, ImageColor
 
 from penstock.schedule import FAMILIES
-from penstock.view.png import save_png
+from penstock.view.pictures.png import save_png
+from penstock.view.pictures.svg import save_svg, svg
 from penstock.view.run import Run
-from penstock.view.svg import save_svg, svg
 from tests.view.simulated import run
 
 

@@ -7,7 +7,7 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from penstock.view.figures import printable
-from penstock.view.picture import Picture, Rectangle, picture
+from penstock.view.pictures.picture import Picture, Rectangle, picture
 from penstock.view.run import Run
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 
 from penstock.view.figures import printable
-from penstock.view.picture import Picture, Rectangle, Words, picture
+from penstock.view.pictures.picture import Picture, Rectangle, Words, picture
 from penstock.view.run import Run
 
 STYLE = """

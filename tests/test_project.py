@@ -10,7 +10,7 @@ import pytest
 from penstock.schedule import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
-TOPS = [ROOT / "src", ROOT / "tests", ROOT / "docs"]
+TOPS = [ROOT / name for name in ("src", "tests", "bench", "docs")]
 FILES = [f"/{path.relative_to(ROOT).as_posix()}" for top in TOPS for path in top.rglob("*.py")]
 FOLDERS = {f"{path.rpartition('/')[0]}/" for path in FILES}
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import PeerFailure
-from penstock.parallel.axis_link import LATER
+from penstock.parallel.axis_link import LATER_SECONDS
 
 WIDTH, M = 4, 4
 SHORT = 10.0  # the timeout where it is what ends the wait: of all steps, and the first has much to set up
@@ -178,7 +178,7 @@ def test_a_process_that_stops_while_it_waits_for_other_replicas_is_found_by_its_
 @pytest.mark.exhaustive
 def test_who_waits_in_its_pipeline_is_not_blamed_by_the_other_replicas() -> None:
     """Rank 0 of replica 1 is stuck; its pipeline takes it for waiting, and its neighbour there is not at fault."""
-    check(launch(4, lose, "ddp", "stick elsewhere", 0, 1, "1f1b"), 0, 1, SHORT + LATER + SOON)
+    check(launch(4, lose, "ddp", "stick elsewhere", 0, 1, "1f1b"), 0, 1, SHORT + LATER_SECONDS + SOON)
 
 
 @pytest.mark.slow

@@ -14,12 +14,13 @@ import penstock
 from penstock.errors import UsageError
 from penstock.planner.candidates import default_families, families_for, splits_backward
 from penstock.planner.cluster import Cluster, Device, Interconnect
+from penstock.planner.fake_model import profile_config
 from penstock.planner.layout import MeshLayout, all_reduce, layouts
 from penstock.planner.plan import config_for
 from penstock.planner.plans import Plans
 from penstock.planner.price import Pricing
-from penstock.planner.profile import Profile, profile_config
-from penstock.planner.ranking import Wanted, candidates, rank_plans
+from penstock.planner.profile import Profile
+from penstock.planner.ranking import SearchSpace, candidates, rank_plans
 from penstock.schedule import FAMILIES
 from penstock.schedule.builders import _BY_NAME
 from penstock.train.config.settings import TrainConfig
@@ -51,12 +52,12 @@ def plans(cluster: Cluster = SMALL) -> Plans:
 
 @pytest.mark.slow
 def test_the_best_plan_is_the_best_of_all_ways_priced_one_by_one() -> None:
-    wanted = Wanted(32, optimizer_states(config()))
+    space = SearchSpace(32, optimizer_states(config()))
     every = layouts(SMALL, most_stages=14, heads=8, batch=32, divisible=True)
     found = [
         candidate.seconds
         for layout in every
-        for candidate in candidates(layout, lambda where, rows: Pricing(profile(), SMALL, where, rows), wanted)
+        for candidate in candidates(layout, lambda where, rows: Pricing(profile(), SMALL, where, rows), space)
         if candidate.fullest.process <= SMALL.room
     ]
     best = plans().best
@@ -170,7 +171,7 @@ def test_families_are_read_from_the_table_so_that_a_new_one_is_planned(monkeypat
     monkeypatch.setitem(_BY_NAME, "new", FAMILIES["new"])
     assert families_for(4, 1, ["new", "zb-v", "forward-only"]) == ["new"]
     assert splits_backward("new")
-    found = rank_plans(config(), profile(), SMALL, among=[MeshLayout(4, 2)], wanted=Wanted(32, 2.0, ["new"]))
+    found = rank_plans(config(), profile(), SMALL, among=[MeshLayout(4, 2)], space=SearchSpace(32, 2.0, ["new"]))
     assert found.best.family in ("new", "searched")
 
 

@@ -24,11 +24,13 @@ SMALL, SURE = 8, 0.8  # ranks of a schedule that tells what longer ones hold; th
 Found = TypeVar("Found")
 
 
+def _ops_of(schedule: Schedule) -> frozenset[Op]:
+    return frozenset(op for op in Op if (schedule.columns.op == op).any())
+
+
 @cache
 def _ops(name: str) -> frozenset[Op]:
-    return frozenset(
-        action.op for row in build(name, 2, 2).rows for action in row if action for action in action.parts()
-    )
+    return _ops_of(build(name, 2, 2))
 
 
 def splits_backward(name: str) -> bool:
@@ -49,12 +51,13 @@ class PlanCandidate:
     """A layout with the rest of what a run has to choose."""
 
     pricing: Pricing
-    family: str
+    family: str  # or "searched"
     stages_per_rank: int
     microbatches: int
     recompute: bool
-    cuts: tuple[int, ...]
+    cuts: tuple[int, ...]  # the units that stages 1, 2, ... begin with
     states: float  # numbers that the optimizer keeps per parameter
+    searched: Schedule | None = None  # a schedule that no family has
 
     @property
     def layout(self) -> MeshLayout:
@@ -62,7 +65,8 @@ class PlanCandidate:
 
     @property
     def split(self) -> bool:
-        return splits_backward(self.family)
+        """Whether backwards are I and W."""
+        return splits_backward(self.family) if self.searched is None else Op.I in _ops_of(self.searched)
 
     @property
     def stages(self) -> list[StageCosts]:
@@ -74,16 +78,27 @@ class PlanCandidate:
         return self._once("own", self._own)
 
     def _own(self) -> list[list[StageCosts]]:
-        stages, placement = self.stages, FAMILIES[self.family].placed(self.layout.pp, self.stages_per_rank)
+        stages = self.stages
+        if self.searched is not None:
+            placement = self.searched.placement
+        else:
+            placement = FAMILIES[self.family].placed(self.layout.pp, self.stages_per_rank)
         return [[stages[stage] for stage in placement.stages_of(rank)] for rank in range(self.layout.pp)]
 
     def _once(self, what: str, find: Callable[[], Found]) -> Found:
         """A figure that families with the same stages on each rank have in common."""
+        if self.searched is not None:
+            return find()
         key = what, self.cuts, self.split, FAMILIES[self.family].layout, self.recompute
         if key not in self.pricing.shared:
             self.pricing.shared[key] = find()
         found: Found = self.pricing.shared[key]
         return found
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its times were measured; otherwise they are counted."""
+        return self.pricing.measured(self.cuts, self.split) is not None
 
     @property
     def around(self) -> tuple[float, float]:
@@ -124,7 +139,10 @@ class PlanCandidate:
     @cached_property
     def activations(self) -> tuple[float, ...]:
         """Bytes of each rank at its peak."""
-        peaks = _peaks(self.family, self.layout.pp, self.microbatches, self.stages_per_rank, self.costs)
+        if self.searched is not None:
+            peaks = peak_memory(self.searched, self.costs)
+        else:
+            peaks = _peaks(self.family, self.layout.pp, self.microbatches, self.stages_per_rank, self.costs)
         return tuple(
             peak + max(each.extra + (each.burst if self.recompute else 0.0) for each in own)
             for peak, own in zip(peaks, self.own, strict=True)
@@ -167,11 +185,14 @@ class PlanCandidate:
     @cached_property
     def priced(self) -> tuple[float, float]:
         """Seconds from the first action to the last, and the share of them that ranks wait; simulated."""
+        if self.searched is not None:
+            timeline = simulate(self.searched, self.costs)
+            return timeline.makespan, timeline.bubble
         return _simulated(self.family, self.layout.pp, self.microbatches, self.stages_per_rank, self.costs)
 
     def schedule(self) -> Schedule:
         """The schedule that is run."""
-        return _schedule(self.family, self.layout.pp, self.microbatches, self.stages_per_rank)
+        return self.searched or _schedule(self.family, self.layout.pp, self.microbatches, self.stages_per_rank)
 
 
 def _different(owned: list[list[StageCosts]]) -> list[list[StageCosts]]:

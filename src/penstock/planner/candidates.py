@@ -21,6 +21,7 @@ from penstock.train.run.memory import Memory
 
 ROUNDS, FEWEST = 3, 16  # as many microbatches as ranks, so often, and at least: after these a schedule repeats itself
 SMALL, SURE = 8, 0.8  # ranks of a schedule that tells what longer ones hold; the share of it that is counted on
+NEARLY = 0.9  # of what a schedule with fewer microbatches holds
 Found = TypeVar("Found")
 
 
@@ -168,14 +169,26 @@ class PlanCandidate:
     def _static_bytes(self) -> float:
         return max(self.pricing.memory(own, 0.0, self.states).process for own in _different(self.own))
 
-    @property
-    def sure_bytes(self) -> float:
-        """What the first rank of a long pipeline holds, nearly at least; found out without building its schedule."""
-        if self.layout.pp <= SMALL:
+    def needs_more_than(self, room: float) -> float:
+        """How many bytes the fullest rank needs beyond `room`, nearly at least, and 0 where that is not sure.
+
+        It is found out on schedules that are cheaper than the candidate's own: of a few ranks, then of few microbatches.
+        """
+        ranks, states = self.layout.pp, self.states
+        if ranks > SMALL:
+            flight = _in_flight(self.family, min(3, self.stages_per_rank)) * SURE * ranks
+            kept = sum(each.kept if self.recompute else each.saved for each in self.own[0])
+            first = self.pricing.memory(self.own[0], min(self.microbatches, flight) * kept, states).process
+            if first > room:
+                return first - room
+        few = next((count for count in (2 * ranks, ranks) if count < self.microbatches), None)
+        if few is None:
             return 0.0
-        flight = _in_flight(self.family, min(3, self.stages_per_rank)) * SURE * self.layout.pp
-        kept = sum(each.kept if self.recompute else each.saved for each in self.own[0])
-        return self.pricing.memory(self.own[0], min(self.microbatches, flight) * kept, self.states).process
+        peaks = _peaks(self.family, ranks, few, self.stages_per_rank, self.costs)
+        found = max(
+            self.pricing.memory(own, NEARLY * peak, states).process for own, peak in zip(self.own, peaks, strict=True)
+        )
+        return max(0.0, found - room)
 
     @property
     def seconds(self) -> float:

@@ -1,15 +1,19 @@
 """From a model and a cluster to ranked plans: enumerate, leave out what does not fit, price the rest.
 
-For each layout its candidates are taken in the order of a lower bound of their step time, and simulated until no other
-can be faster than the best one found. So the ranking is that of pricing everything, for a fraction of the work.
+Candidates are taken in the order of a lower bound of their step time, and simulated only while they could be the
+fastest of their layout and their layout among those that are ranked. So the ranking is that of pricing everything, for
+a fraction of the work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from heapq import heappop, heappush
+from itertools import chain, count
 from math import inf
+from typing import TypeVar
 
 from penstock.errors import UsageError
 from penstock.planner.candidates import PlanCandidate, default_families, families_for
@@ -28,6 +32,7 @@ RANKED = 10  # layouts that are priced to the end
 SEARCHED, EFFORT = 512, 300  # microbatch-stages of plans whose schedule is also searched for; orders that are priced
 WORTH = 0.01  # of the makespan: what a searched schedule must save
 PricingOf = Callable[[MeshLayout, int], Pricing]
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -80,36 +85,51 @@ class _Choice:
             self.larger, self.larger_excess = candidate.bound, excess
 
 
-def choose(found: Iterable[PlanCandidate], room: float, limit: float = inf) -> _Choice:
-    """The fastest candidate that fits into `room` bytes, if one can take less than `limit` seconds."""
-    choice = _Choice()
-    fitting: list[PlanCandidate] = []
-    for candidate in found:
-        bound = candidate.microbatches * candidate.pricing.work
-        if bound >= limit:
-            choice.bound = min(choice.bound, bound)
-        elif candidate.static_bytes > room:
-            choice.reject(candidate, candidate.static_bytes - room)
-        else:
-            fitting.append(candidate)
+def choose(found: Iterable[PlanCandidate], room: float) -> _Choice:
+    """The fastest candidate that fits into `room` bytes."""
+    return _choose_each({None: found}, {None: 0.0}, room)[None]
+
+
+def _choose_each(
+    groups: Mapping[Key, Iterable[PlanCandidate]], bounds: Mapping[Key, float], room: float
+) -> dict[Key, _Choice]:
+    """The fastest candidate of each group that fits into `room` bytes, of the `RANKED` fastest groups.
+
+    Groups and candidates wait in one queue, by the time that they take at least: a group as a whole first, then each of
+    its candidates by its work alone, then by its own bound. So nothing is opened, or simulated, whose bound is above
+    the time of what is chosen in the end.
+    """
+    choices = {key: _Choice() for key in groups}
     without: set[tuple[object, ...]] = set()  # what fits without recomputing, and is not slower then
-    for candidate in sorted(fitting, key=lambda each: each.bound):
-        if candidate.bound >= (1 - 1e-9) * min(choice.seconds, limit):
-            choice.bound = min(choice.bound, candidate.bound)
-            break
-        key = candidate.pricing, candidate.family, candidate.stages_per_rank
-        if key in without:
-            continue
-        excess = candidate.sure_bytes - room
-        if excess <= 0:
-            excess = candidate.fullest.process - room
-        if excess > 0:
-            choice.reject(candidate, excess)
-            continue
-        without.add(key)
-        if candidate.seconds < choice.seconds:
-            choice.best, choice.seconds = candidate, candidate.seconds
-    return choice
+    numbers = count()
+    queue: list[tuple[float, int, Key, PlanCandidate | None, bool]] = []
+    for key in groups:
+        heappush(queue, (bounds[key], next(numbers), key, None, False))
+    limit = inf
+    while queue:
+        bound, _, key, candidate, is_own = heappop(queue)
+        choice = choices[key]
+        if bound >= (1 - 1e-9) * min(choice.seconds, limit):
+            choice.bound = min(choice.bound, bound)
+        elif candidate is None:
+            for each in groups[key]:
+                heappush(queue, (each.microbatches * each.pricing.work, next(numbers), key, each, False))
+        elif not is_own:
+            if candidate.static_bytes > room:
+                choice.reject(candidate, candidate.static_bytes - room)
+            else:
+                heappush(queue, (candidate.bound, next(numbers), key, candidate, True))
+        elif (way := (candidate.pricing, candidate.family, candidate.stages_per_rank)) not in without:
+            excess = candidate.needs_more_than(room) or candidate.fullest.process - room
+            if excess > 0:
+                choice.reject(candidate, excess)
+                continue
+            without.add(way)
+            if candidate.seconds < choice.seconds:
+                choice.best, choice.seconds = candidate, candidate.seconds
+                fastest = sorted(each.seconds for each in choices.values())
+                limit = fastest[RANKED - 1] if len(fastest) >= RANKED else inf
+    return choices
 
 
 def rank_plans(
@@ -148,18 +168,21 @@ def _choose_all(
         )
         for layout, group in groups.items()
     }
-    chosen: list[tuple[MeshLayout, _Choice]] = []
+    ways = {
+        layout: chain.from_iterable(candidates(each, pricing_of, space) for each in group)
+        for layout, group in groups.items()
+    }
+    found = _choose_each(ways, bounds, room)
+    chosen = sorted(
+        ((layout, choice) for layout, choice in found.items() if choice.best is not None),
+        key=lambda each: each[1].seconds,
+    )
     rejected: list[Rejected] = []
     for layout in sorted(groups, key=lambda each: bounds[each]):
-        limit = chosen[RANKED - 1][1].seconds if len(chosen) >= RANKED else inf
-        ways = (way for each in groups[layout] for way in candidates(each, pricing_of, space))
-        choice = _Choice(bound=bounds[layout]) if bounds[layout] >= limit else choose(ways, room, limit)
-        if choice.best is not None:
-            chosen.append((layout, choice))
-            chosen.sort(key=lambda each: each[1].seconds)
-        elif choice.bound < inf:
+        choice = found[layout]
+        if choice.best is None and choice.bound < inf:
             rejected.append(Rejected(layout, f"takes {choice.bound:.4g} s at least, longer than the plans above"))
-        else:
+        elif choice.best is None:
             rejected.append(Rejected(layout, _why_not(layout, choice, room, space)))
     for layout, choice in chosen[RANKED:]:
         rejected.append(Rejected(layout, f"takes {choice.seconds:.4g} s, longer than the plans above"))
@@ -200,7 +223,8 @@ def make_plan(config: TrainConfig, candidate: PlanCandidate, profile: Profile, c
     return Plan(
         layout,
         candidate.family,
-        candidate.schedule(),
+        len(candidate.stages),
+        candidate.microbatches,
         rows,
         candidate.recompute,
         profile.names_of(candidate.cuts),
@@ -214,6 +238,7 @@ def make_plan(config: TrainConfig, candidate: PlanCandidate, profile: Profile, c
         _shares(candidate),
         config,
         profile.by_position,
+        candidate.schedule,
     )
 
 

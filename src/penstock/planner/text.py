@@ -58,7 +58,7 @@ def ranking_table(plans: Sequence[Plan]) -> str:
                 str(number),
                 str(plan.layout),
                 plan.family,
-                str(plan.schedule.stages),
+                str(plan.stages),
                 f"{plan.microbatches} of {plan.rows}",
                 "yes" if plan.recompute else "no",
                 time_text(plan.seconds, "s"),
@@ -89,7 +89,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     return {
         "layout": asdict(plan.layout),
         "schedule": plan.family,
-        "stages": plan.schedule.stages,
+        "stages": plan.stages,
         "microbatches": plan.microbatches,
         "rows_per_microbatch": plan.rows,
         "recompute": plan.recompute,

@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_rejected_with_its_numbers() -> None:
     tight = replace(SMALL, device=replace(SMALL.device, memory=4e8))
     found = plans(tight)
     replicas = next(each for each in found.rejected if each.layout == MeshLayout(1, 8))
-    assert "GB per device at best, of 0.4 GB that a plan may fill" in replicas.why
+    assert "per device at best, of 360.0 MB that a plan may fill" in replicas.why
     assert "optimizer" in replicas.why
     assert all(plan.peak.process <= 3.6e8 for plan in found.ranked)
 

@@ -18,6 +18,7 @@ from penstock.planner.cluster import Cluster, Device
 from penstock.planner.layout import MeshLayout
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
+from penstock.rules import is_float
 from penstock.schedule import Schedule, Timeline, family
 from penstock.schedule.builders import is_auto
 from penstock.train.config.consistent import is_schedule_file, processes_of, stages_of
@@ -58,10 +59,9 @@ def read_run(path: str | Path) -> RecordedRun:
     root = Path(path)
     folder = RunFolder(root)
     try:
-        document = json.loads(read_plain(root / "config.json"))
-        config = checked(TrainConfig, document, str(root / "config.json"))
-        lines = [json.loads(line) for line in read_plain(folder.metrics).splitlines()]
-        memory = json.loads(read_plain(folder.memory)) if folder.memory.is_file() else []
+        config = checked(TrainConfig, _json(root / "config.json"), str(root / "config.json"))
+        seconds = [_seconds(folder.metrics, line) for line in read_plain(folder.metrics).splitlines()]
+        memory = _memory_rows(folder.memory) if folder.memory.is_file() else []
         cut = folder.cut()
     except FileNotFoundError as error:
         raise UsageError(
@@ -69,17 +69,43 @@ def read_run(path: str | Path) -> RecordedRun:
         ) from None
     except NotADirectoryError:
         raise UsageError(f"{root} is a file; name the folder of a run that penstock train has made") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{root} holds a damaged file: {error}") from None
-    times = sorted(line["seconds"] for line in lines[SKIPPED:] if line.get("seconds"))
+    times = sorted(filter(None, seconds[SKIPPED:]))
     if not times:
-        raise UsageError(f"{root} has {len(lines)} steps; {SKIPPED + 1} or more tell what a step takes")
+        raise UsageError(f"{root} has {len(seconds)} steps; {SKIPPED + 1} or more tell what a step takes")
     middle = statistics.median(times)
     tenth = len(times) // 10
     timeline = Timeline.load(folder.timeline) if folder.timeline.is_file() else None
     spread = (times[-1 - tenth] - times[tenth]) / 2 / middle
     counts = None if cut is None or cut["stages"] != stages_of(config) else cut["counts"]
     return RecordedRun(root, config, middle, spread, memory, timeline, counts)
+
+
+def _damaged(path: Path, why: object) -> UsageError:
+    return UsageError(f"{path} is damaged: {why}; it has to be as penstock train wrote it")
+
+
+def _json(path: Path, text: bytes | str | None = None) -> Any:
+    """What a file holds, or one of its lines."""
+    try:
+        return json.loads(read_plain(path) if text is None else text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise _damaged(path, error) from None
+
+
+def _seconds(path: Path, text: bytes | str) -> float | None:
+    """What the step of a line of metrics took."""
+    line = _json(path, text)
+    found = line.get("seconds") if isinstance(line, dict) else line
+    if found is not None and not is_float(found):
+        raise _damaged(path, f"a step has {found!r} for its seconds")
+    return found
+
+
+def _memory_rows(path: Path) -> list[dict[str, Any]]:
+    rows = _json(path)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and {*KINDS, "process"} <= set(row) for row in rows):
+        raise _damaged(path, f"it does not list {', '.join(KINDS)} and process for each process")
+    return rows
 
 
 def candidate_of(
@@ -117,6 +143,7 @@ def candidate_of(
         tuple(cuts),
         optimizer_states(config),
         schedule,
+        config.training.accumulate > 1,
     )
 
 

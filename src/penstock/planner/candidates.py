@@ -16,7 +16,7 @@ from typing import TypeVar
 from penstock.planner.layout import MeshLayout
 from penstock.planner.price import Pricing, StageCosts
 from penstock.schedule import FAMILIES, Costs, Op, Schedule, build, family, simulate
-from penstock.schedule.timing.simulate import peak_memory
+from penstock.schedule.timing.simulate import peak_memory, peaks_with_gradients
 from penstock.train.run.memory import Memory
 
 ROUNDS, FEWEST = 3, 16  # as many microbatches as ranks, so often, and at least: after these a schedule repeats itself
@@ -59,6 +59,7 @@ class PlanCandidate:
     cuts: tuple[int, ...]  # the units that stages 1, 2, ... begin with
     states: float  # numbers that the optimizer keeps per parameter
     searched: Schedule | None = None  # a schedule that no family has
+    accumulated: bool = False  # several passes add up their gradients, which are there from the second one on
 
     @property
     def layout(self) -> MeshLayout:
@@ -138,22 +139,33 @@ class PlanCandidate:
         return most + sum(self.around)
 
     @cached_property
-    def activations(self) -> tuple[float, ...]:
-        """Bytes of each rank at its peak."""
+    def peaks(self) -> list[tuple[float, float]]:
+        """Bytes of each rank at its peak: of activations, and of activations and gradients at one time."""
         if self.searched is not None:
-            peaks = peak_memory(self.searched, self.costs)
+            peaks = peaks_with_gradients(self.searched, self.costs, self._gradients)
         else:
-            peaks = _peaks(self.family, self.layout.pp, self.microbatches, self.stages_per_rank, self.costs)
-        return tuple(
-            peak + max(each.extra + (each.burst if self.recompute else 0.0) for each in own)
-            for peak, own in zip(peaks, self.own, strict=True)
-        )
+            peaks = self._peaks_of(self.microbatches)
+        extra = [max(each.extra + (each.burst if self.recompute else 0.0) for each in own) for own in self.own]
+        found = [(alone + more, both + more) for (alone, both), more in zip(peaks, extra, strict=True)]
+        if not self.accumulated:
+            return found
+        whole = [sum(map(self.pricing.gradient_bytes, own)) for own in self.own]
+        return [(alone, alone + gradients) for (alone, _), gradients in zip(found, whole, strict=True)]
+
+    def _peaks_of(self, microbatches: int) -> list[tuple[float, float]]:
+        return _peaks(self.family, self.layout.pp, microbatches, self.stages_per_rank, self.costs, self._gradients)
+
+    @property
+    def _gradients(self) -> tuple[float, ...]:
+        """Bytes of the gradients of each stage."""
+        return self._once("gradients", lambda: tuple(map(self.pricing.gradient_bytes, self.stages)))
 
     @cached_property
     def memory(self) -> tuple[Memory, ...]:
         """What each rank holds."""
         return tuple(
-            self.pricing.memory(own, held, self.states) for own, held in zip(self.own, self.activations, strict=True)
+            self.pricing.memory(own, alone, self.states, both)
+            for own, (alone, both) in zip(self.own, self.peaks, strict=True)
         )
 
     @property
@@ -172,21 +184,21 @@ class PlanCandidate:
     def needs_more_than(self, room: float) -> float:
         """How many bytes the fullest rank needs beyond `room`, nearly at least, and 0 where that is not sure.
 
-        It is found out on schedules that are cheaper than the candidate's own: of a few ranks, then of few microbatches.
+        It is found out on schedules that are cheaper than its own: of a few ranks, then of few microbatches.
         """
         ranks, states = self.layout.pp, self.states
         if ranks > SMALL:
             flight = _in_flight(self.family, min(3, self.stages_per_rank)) * SURE * ranks
             kept = sum(each.kept if self.recompute else each.saved for each in self.own[0])
-            first = self.pricing.memory(self.own[0], min(self.microbatches, flight) * kept, states).process
+            first = self.pricing.memory(self.own[0], min(self.microbatches - 1, flight) * kept, states).process
             if first > room:
                 return first - room
         few = next((count for count in (2 * ranks, ranks) if count < self.microbatches), None)
         if few is None:
             return 0.0
-        peaks = _peaks(self.family, ranks, few, self.stages_per_rank, self.costs)
         found = max(
-            self.pricing.memory(own, NEARLY * peak, states).process for own, peak in zip(self.own, peaks, strict=True)
+            self.pricing.memory(own, alone, states, NEARLY * both).process
+            for own, (alone, both) in zip(self.own, self._peaks_of(few), strict=True)
         )
         return max(0.0, found - room)
 
@@ -264,14 +276,20 @@ def _few(ranks: int, microbatches: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _peaks(name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs) -> tuple[float, ...]:
-    """The peak memory of each rank of a family's schedule with so many microbatches."""
+def _peaks(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs, gradients: tuple[float, ...]
+) -> list[tuple[float, float]]:
+    """The peak memory of each rank of a family's schedule: of activations, and of these and gradients at one time."""
     counts = _few(ranks, microbatches)
     if not _grows(name):
         counts = counts[:1]
-    found = [peak_memory(_schedule(name, ranks, count, stages_per_rank), costs) for count in counts]
+    found = [peaks_with_gradients(_schedule(name, ranks, count, stages_per_rank), costs, gradients) for count in counts]
     rounds = (microbatches - counts[-1]) / ranks
-    return tuple(b + rounds * (b - a) for a, b in zip(found[0], found[-1], strict=True))
+
+    def further(before: float, last: float) -> float:
+        return last + rounds * (last - before)
+
+    return [(further(a[0], b[0]), further(a[1], b[1])) for a, b in zip(found[0], found[-1], strict=True)]
 
 
 @lru_cache(maxsize=4096)

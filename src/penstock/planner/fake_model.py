@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from penstock.errors import UsageError
+from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.parallel.tensor_parallel.tensor_plan import TensorPlan, plan_of
 from penstock.planner.cluster import Software
 from penstock.planner.profile import Profile, Unit, profile_model
@@ -54,7 +54,15 @@ def profile_config(config: TrainConfig, software: Software) -> Profile:
             return loss(output, target, total=1.0) if isinstance(loss, StepLoss) else loss(output, target)
 
         plan = _tensor_plan(config, model)
-        found = profile_model(model, train, plan=plan, software=software, half=half, sequence=config.data.sequence)
+        try:
+            found = profile_model(model, train, plan=plan, software=software, half=half, sequence=config.data.sequence)
+        except PenstockError:
+            raise
+        except (RuntimeError, TypeError) as error:
+            raise ModelError(
+                f"{config.model.source} cannot run on rows of data.source ({config.data.source!r}, data.sequence "
+                f"{config.data.sequence}): {error}; name data that the model takes"
+            ) from error
     return _lengthened(found, real)
 
 

@@ -149,10 +149,15 @@ def available_memory() -> float:
     return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
 
-def this_machine(config: TrainConfig, devices: int | None = None) -> Cluster:
-    """This machine as a cluster: a device per core, or as many as are asked for, each with its share of the memory."""
+def this_machine(config: TrainConfig, code: Sequence[str] = (), devices: int | None = None) -> Cluster:
+    """This machine as a cluster: a device per core, or as many as are asked for, each with its share of the memory.
+
+    `code` are the modules of libraries that the model is from.
+    """
     count = devices or len(os.sched_getaffinity(0))
-    reserved = process_bytes(libraries_of(config))
+    # any layout may be chosen, so what torch loads for replicas and tensor parallelism counts where there are several
+    spread = replace(config, mesh=replace(config.mesh, replicas=2 if count > 1 else 1))
+    reserved = process_bytes(libraries_of(config), code, spread)
     device = Device(
         memory=available_memory() / count,
         reserved=float(reserved),

@@ -19,6 +19,7 @@ from penstock.planner.fake_model import IN_MEMORY, profile_config, profile_modul
 from penstock.planner.here import MeasuredPricing, available_memory, measure, settings_of, this_machine
 from penstock.planner.layout import MeshLayout
 from penstock.planner.plans import Plans
+from penstock.planner.profile import PENSTOCK
 from penstock.planner.ranking import SearchSpace, candidates, layouts_of, rank_plans
 from penstock.rules import check_count
 from penstock.schedule import family
@@ -172,8 +173,8 @@ def _plan_here(
     config: TrainConfig, space: SearchSpace, among: Sequence[MeshLayout] | None, devices: int | None
 ) -> Plans:
     """Measure the settings that fit on this machine, and rank by what was measured."""
-    cluster = this_machine(config, devices)
-    profile = profile_config(config, cluster.software)
+    profile = profile_config(config, PENSTOCK)
+    cluster = this_machine(config, profile.code, devices)
     space = replace(space, per_rank=HERE_PER_RANK)
     every = among or layouts_of(profile, cluster, space.batch)
     guessed = [

@@ -117,7 +117,16 @@ def no_plan(plans: Plans) -> str:
     """The error about a model that fits nowhere."""
     model = f"this model of {count_text(plans.parameters)} parameters"
     worst = [f"  {each.layout}: {each.why}" for each in plans.rejected[:5]]
-    return "\n".join([f"no layout of {plans.cluster.world} devices can train {model}:", *worst])
+    remedy = (
+        "what helps: more devices, or more memory on each (device.memory); a smaller optimizer (optimizer.name=sgd or "
+        "adamw8bit); shorter rows (--sequence)"
+    )
+    return "\n".join([f"no layout of {plans.cluster.world} devices can train {model}:", *worst, remedy])
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes in words."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def count_text(count: float) -> str:

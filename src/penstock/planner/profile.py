@@ -24,6 +24,7 @@ from penstock.errors import ModelError
 from penstock.parallel.tensor_parallel.tensor_plan import TensorPlan
 from penstock.planner.cluster import Software
 from penstock.planner.counting import Amount, OperationCounter, OperationCounts, key_of, on_line
+from penstock.train.run.baseline import code_of
 
 PENSTOCK = Software()
 
@@ -54,6 +55,7 @@ class Profile:
     by_position: bool  # is it cut by counts of units, or by their names?
     attention: int = 0  # heads; tensor parallelism divides them
     keys_share: float = 1.0  # key and value heads, as a share of all
+    code: tuple[str, ...] = ()  # modules of libraries that its layers are from
 
     @property
     def parameters(self) -> float:
@@ -129,6 +131,7 @@ def profile_model(
         listed,
         heads or _heads(model),
         (getattr(shape, "num_key_value_heads", None) or heads) / heads if heads else 1.0,
+        tuple(code_of(model.modules())),
     )
 
 

@@ -19,7 +19,7 @@ from penstock.errors import UsageError
 from penstock.planner.candidates import PlanCandidate, default_families, families_for
 from penstock.planner.cluster import Cluster
 from penstock.planner.layout import MeshLayout, layouts
-from penstock.planner.plans import Plan, Plans, Rejected
+from penstock.planner.plans import Plan, Plans, Rejected, bytes_text
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
 from penstock.schedule import family, search_report, simulate
@@ -197,7 +197,8 @@ def layouts_of(profile: Profile, cluster: Cluster, batch: int) -> list[MeshLayou
     if not found:
         raise UsageError(
             f"a batch of {batch} rows cannot be divided over {cluster.world} devices: no pp x dp x tp of that product "
-            f"has a dp that divides it, and a pp of at most {places} pieces of the model"
+            f"has a dp that divides it, and a pp of at most {places} pieces of the model; a multiple of "
+            f"{cluster.world} rows can be divided"
         )
     return found
 
@@ -208,10 +209,10 @@ def _why_not(layout: MeshLayout, choice: _Choice, room: float, space: SearchSpac
     candidate = choice.closest
     memory = candidate.fullest
     parts = ", ".join(
-        f"{name} {getattr(memory, name) / 1e9:.1f}" for name in ("weights", "gradients", "optimizer", "activations")
+        f"{name} {bytes_text(getattr(memory, name))}" for name in ("weights", "gradients", "optimizer", "activations")
     )
     return (
-        f"needs {(room + choice.excess) / 1e9:.1f} GB per device at best, of {room / 1e9:.1f} GB that a plan may fill "
+        f"needs {bytes_text(room + choice.excess)} per device at best, of {bytes_text(room)} that a plan may fill "
         f"({candidate.family}{', recomputed' if candidate.recompute else ''}: {parts})"
     )
 
@@ -275,7 +276,7 @@ def _searched(candidate: PlanCandidate) -> PlanCandidate:
     after = replace(candidate, family="searched", searched=found.schedule)
     if candidate.is_measured and not after.is_measured:
         return candidate  # only whole backwards were, and these are split
-    is_larger = any(a > b for a, b in zip(after.activations, candidate.activations, strict=True))
+    is_larger = any(a[0] > b[0] or a[1] > b[1] for a, b in zip(after.peaks, candidate.peaks, strict=True))
     saved = candidate.priced[0] - after.priced[0]
     return candidate if is_larger or saved < WORTH * candidate.priced[0] else after
 
@@ -288,6 +289,6 @@ def _advice(best: Plan, chosen: Sequence[_Choice]) -> Iterator[str]:
     larger = min(chosen, key=lambda choice: choice.larger)
     if larger.larger < 0.97 * best.seconds:
         yield (
-            f"memory: with {larger.larger_excess / 1e9:.1f} GB more per device a step could take {larger.larger:.4g} s "
+            f"memory: with {bytes_text(larger.larger_excess)} more per device a step could take {larger.larger:.4g} s "
             f"at best, {1 - larger.larger / best.seconds:.0%} less"
         )

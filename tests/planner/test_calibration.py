@@ -73,3 +73,27 @@ def test_a_run_that_is_too_short_says_how_many_steps_tell_something(steps: int, 
 def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"is not the folder of a run that has trained: there is no config\.json"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("config.json", '{"model": ', r"config\.json is damaged: "),
+        ("metrics.jsonl", '{"seconds": 1.0}\n{"sec', r"metrics\.jsonl is damaged: "),
+        ("metrics.jsonl", "[1]\n" * 6, r"metrics\.jsonl is damaged: a step has \[1\] for its seconds"),
+        ("metrics.jsonl", '{"seconds": "fast"}\n' * 6, r"metrics\.jsonl is damaged: a step has 'fast'"),
+        ("memory.json", '{"weights": 1}', r"memory\.json is damaged: it does not list weights, .* and process"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named(name: str, text: str, words: str, tmp_path: Path) -> None:
+    """A line that is JSON and no figure went on to a TypeError."""
+    root = write_run(tmp_path / "run", [1.0] * 6)
+    (root / name).write_text(text)
+    with pytest.raises(UsageError, match=words):
+        read_run(root)
+
+
+def test_a_file_in_the_place_of_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is a file; name the folder of a run"):
+        read_run(tmp_path / "file")

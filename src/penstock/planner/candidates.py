@@ -184,7 +184,7 @@ class PlanCandidate:
     def needs_more_than(self, room: float) -> float:
         """How many bytes the fullest rank needs beyond `room`, nearly at least, and 0 where that is not sure.
 
-        It is found out on schedules that are cheaper than its own: of a few ranks, then of few microbatches.
+        It is found out on schedules that are cheaper than its own: of a few ranks, then of a few microbatches.
         """
         ranks, states = self.layout.pp, self.states
         if ranks > SMALL:
@@ -193,12 +193,11 @@ class PlanCandidate:
             first = self.pricing.memory(self.own[0], min(self.microbatches - 1, flight) * kept, states).process
             if first > room:
                 return first - room
-        few = next((count for count in (2 * ranks, ranks) if count < self.microbatches), None)
-        if few is None:
+        if self.microbatches <= ranks:
             return 0.0
         found = max(
             self.pricing.memory(own, alone, states, NEARLY * both).process
-            for own, (alone, both) in zip(self.own, self._peaks_of(few), strict=True)
+            for own, (alone, both) in zip(self.own, self._peaks_of(ranks), strict=True)
         )
         return max(0.0, found - room)
 

@@ -78,6 +78,8 @@ def run_config(
 
 def write_plan(plan: Plan, path: Path) -> Path:
     """Write the configuration to `path`, TOML, and the schedule beside it; returns the path of the schedule."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name the file to write, such as {path / 'plan.toml'}")
     schedule = path.with_suffix(".schedule.json")
     config = config_of(plan, str(schedule) if plan.family == "searched" else None)
     if not path.parent.is_dir():

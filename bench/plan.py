@@ -31,11 +31,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from penstock.planner.candidates import PlanCandidate
 from penstock.planner.cluster import Cluster
-from penstock.planner.here import MeasuredPricing, Setting, _Run, settings_of
+from penstock.planner.fake_model import profile_config
+from penstock.planner.here import MeasuredPricing, MeasuredSetting, TimedPipeline, settings_of
 from penstock.planner.layout import MeshLayout
 from penstock.planner.plan import config_for
-from penstock.planner.profile import profile_config
-from penstock.planner.ranking import Wanted, candidates
+from penstock.planner.ranking import SearchSpace, candidates
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batches import open_data
 from penstock.train.run.memory import Memory
@@ -58,18 +58,18 @@ def priced(config: TrainConfig, names: list[str], rows: int, known: Any) -> list
     found = profile_config(config, cluster.software)
     ways: list[PlanCandidate] = []
     for count in COUNTS:
-        wanted = Wanted(rows * count, 2.0, names, (False,), (rows,), (1, 2))
+        space = SearchSpace(rows * count, 2.0, names, (False,), (rows,), (1, 2))
         pricing = lambda where, size: MeasuredPricing(found, cluster, where, size, known)  # noqa: E731
-        ways += candidates(MeshLayout(RANKS), pricing, wanted)
+        ways += candidates(MeshLayout(RANKS), pricing, space)
     return ways
 
 
-class Contestant(_Run):
+class Contestant(TimedPipeline):
     """One schedule with its own number of microbatches, open."""
 
     def __init__(self, config: TrainConfig, candidate: PlanCandidate, batch: Any, stack: ExitStack) -> None:
-        (setting,) = settings_of(iter([candidate]))
-        super().__init__(config, _Named(setting, candidate), batch, stack)
+        setting = MeasuredSetting.of(candidate)
+        super().__init__(config, setting, batch, stack, candidate.family, candidate.microbatches)
 
     def timed(self) -> float:
         """The seconds of a step; caches are warm, as within a run."""
@@ -91,27 +91,11 @@ class Contestant(_Run):
         return float(most + sum(each.numel() * each.element_size() for each in (*self.pipe.parameters(), *kept)))
 
 
-class _Named(Setting):
-    """A setting with the schedule and the number of microbatches of a candidate."""
-
-    def __init__(self, setting: Setting, candidate: PlanCandidate) -> None:
-        super().__init__(*(getattr(setting, name) for name in ("layout", "rows", "cuts", "counts", "names", "split")))
-        object.__setattr__(self, "candidate", candidate)
-
-    @property
-    def family(self) -> str:
-        return self.candidate.family  # type: ignore[attr-defined, no-any-return]
-
-    @property
-    def microbatches(self) -> int:
-        return self.candidate.microbatches  # type: ignore[attr-defined, no-any-return]
-
-
 def run_all(rank: int, config: TrainConfig, ways: list[Any], rounds: int, path: str) -> None:
     """Measure what the planner measures and every way, in turn; rank 0 writes costs, seconds and bytes."""
     batch = open_data(config).first()
     with ExitStack() as stack:
-        settings = {setting.key: _Run(config, setting, batch, stack) for setting in settings_of(iter(ways))}
+        settings = {setting.key: TimedPipeline(config, setting, batch, stack) for setting in settings_of(ways)}
         runs = [Contestant(config, way, batch, stack) for way in ways]
         costs: list[list[Any]] = []
         times: list[list[float]] = []

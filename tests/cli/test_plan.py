@@ -58,6 +58,10 @@ def test_the_best_plan_is_written_for_the_training_command(cluster: str, tmp_pat
         ([*MODEL, "--cluster", "none.toml"], "there is no cluster none.toml; examples/clusters/ has some"),
         ([*MODEL, "--here", "--cluster", "none.toml"], "leave out --cluster and --from"),
         (["--check", "no/run"], "no/run is not the folder of a run that has trained"),
+        (
+            [*MODEL, "--cluster", str(Path(__file__).parents[2] / "examples/clusters/workstation.toml"), "--save", "."],
+            "is a folder; name the file to write",
+        ),
         (["m:f", "--cluster", "none.toml"], "planning would import and call model.source = 'm:f'"),
     ],
 )

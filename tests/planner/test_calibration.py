@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import UsageError
-from penstock.planner.calibration import calibrate, candidate_of, cluster_of, from_run, read_run
+from penstock.planner.calibration import RecordedRun, calibrate, candidate_of, cluster_of, from_run, read_run
 from penstock.planner.cluster import Cluster, Device, Interconnect
+from penstock.planner.fake_model import profile_config
 from penstock.planner.plan import config_for
-from penstock.planner.profile import profile_config
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
 
@@ -29,6 +29,10 @@ def config() -> TrainConfig:
     return replace(found, pipeline=replace(found.pipeline, ranks=2, stages=2, microbatches=4))
 
 
+def ran(seconds: float) -> RecordedRun:
+    return RecordedRun(Path("run"), config(), seconds, 0.0, [], None)
+
+
 def write_run(root: Path, seconds: list[float]) -> Path:
     """A folder as a run leaves it."""
     root.mkdir()
@@ -42,20 +46,19 @@ def write_run(root: Path, seconds: list[float]) -> Path:
 def test_the_efficiency_comes_back_that_made_the_time_of_a_step() -> None:
     profile = profile_config(config(), TWO.software)
     seconds = candidate_of(config(), profile, TWO.at(0.17)).seconds
-    assert calibrate(TWO, profile, config(), seconds).device.efficiency == pytest.approx(0.17, rel=1e-3)
+    assert calibrate(TWO, profile, ran(seconds)).device.efficiency == pytest.approx(0.17, rel=1e-3)
 
 
 def test_a_step_faster_than_the_peak_allows_is_refused_with_both_times() -> None:
     profile = profile_config(config(), TWO.software)
     with pytest.raises(UsageError, match=r"a step took 1e-06 s, but would take .* state a higher peak"):
-        calibrate(TWO, profile, config(), 1e-6)
+        calibrate(TWO, profile, ran(1e-6))
 
 
 def test_a_run_is_read_without_its_first_steps_and_with_its_spread(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run", [9.0, 9.0, 9.0, 1.0, 1.2, 1.0, 0.8, 1.0]))
     assert run.seconds == 1.0
     assert run.spread == pytest.approx(0.2)
-    assert (run.layout.pp, run.layout.world) == (2, 2)
     assert cluster_of(run, memory=2e9, peak=1e12).device.reserved == 3e8 - 7e6
     profile = profile_config(config(), TWO.software)
     assert from_run(run, profile, TWO).error == pytest.approx(0.2)  # never less than 5 %
@@ -70,3 +73,27 @@ def test_a_run_that_is_too_short_says_how_many_steps_tell_something(steps: int, 
 def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"is not the folder of a run that has trained: there is no config\.json"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("config.json", '{"model": ', r"config\.json is damaged: "),
+        ("metrics.jsonl", '{"seconds": 1.0}\n{"sec', r"metrics\.jsonl is damaged: "),
+        ("metrics.jsonl", "[1]\n" * 6, r"metrics\.jsonl is damaged: a step has \[1\] for its seconds"),
+        ("metrics.jsonl", '{"seconds": "fast"}\n' * 6, r"metrics\.jsonl is damaged: a step has 'fast'"),
+        ("memory.json", '{"weights": 1}', r"memory\.json is damaged: it does not list weights, .* and process"),
+    ],
+)
+def test_a_damaged_file_of_a_run_is_named(name: str, text: str, words: str, tmp_path: Path) -> None:
+    """A line that is JSON and no figure went on to a TypeError."""
+    root = write_run(tmp_path / "run", [1.0] * 6)
+    (root / name).write_text(text)
+    with pytest.raises(UsageError, match=words):
+        read_run(root)
+
+
+def test_a_file_in_the_place_of_a_run_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is a file; name the folder of a run"):
+        read_run(tmp_path / "file")

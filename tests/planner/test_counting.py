@@ -9,8 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from penstock.planner.cluster import Software
+from penstock.planner.fake_model import profile_config
 from penstock.planner.plan import config_for
-from penstock.planner.profile import Profile, profile_config, profile_model
+from penstock.planner.profile import Profile, profile_model
 from penstock.train.config.settings import GPTOptions
 from penstock.train.loss import TokenLoss
 from penstock.train.models.gpt import build_gpt

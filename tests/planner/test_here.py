@@ -6,11 +6,11 @@ import pytest
 
 import penstock
 from penstock.planner.cluster import Cluster
+from penstock.planner.fake_model import profile_config
 from penstock.planner.here import MeasuredCosts, MeasuredPricing, settings_of
 from penstock.planner.layout import MeshLayout
 from penstock.planner.plan import config_for
-from penstock.planner.profile import profile_config
-from penstock.planner.ranking import Wanted, candidates
+from penstock.planner.ranking import SearchSpace, candidates
 from penstock.schedule import Costs
 
 OPTIONS = {"layers": 4, "width": 32, "heads": 4}
@@ -22,10 +22,10 @@ def test_ways_that_differ_in_order_and_number_of_microbatches_share_one_measurem
     profile = profile_config(config, CLUSTER.software)
 
     def ways(known: dict[object, MeasuredCosts] | None = None) -> list[object]:
-        wanted = Wanted(16, 2.0, ["1f1b", "gpipe", "zb-h1", "zb-h2"], (False,), (2, 4), (1,))
-        return list(candidates(MeshLayout(2), lambda *each: MeasuredPricing(profile, CLUSTER, *each, known), wanted))
+        space = SearchSpace(16, 2.0, ["1f1b", "gpipe", "zb-h1", "zb-h2"], (False,), (2, 4), (1,))
+        return list(candidates(MeshLayout(2), lambda *each: MeasuredPricing(profile, CLUSTER, *each, known), space))
 
-    settings = settings_of(iter(ways()))
+    settings = settings_of(ways())
     assert sorted((each.rows, each.split) for each in settings) == [(2, False), (2, True), (4, False), (4, True)]
     known = {
         each.key: MeasuredCosts(Costs([1.0, 2.0], [3.0, 4.0], [5.0, 6.0]), around=0.5, spread=0.0) for each in settings

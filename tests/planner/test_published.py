@@ -17,11 +17,12 @@ import pytest
 
 from penstock.planner.candidates import PlanCandidate
 from penstock.planner.cluster import Cluster
+from penstock.planner.fake_model import profile_config
 from penstock.planner.layout import MeshLayout
 from penstock.planner.plan import config_for
 from penstock.planner.price import Pricing
-from penstock.planner.profile import Profile, profile_config
-from penstock.planner.ranking import Wanted, candidates, choose, rank_plans
+from penstock.planner.profile import Profile
+from penstock.planner.ranking import SearchSpace, candidates, choose, rank_plans
 from penstock.train.config.settings import TrainConfig
 
 HERE = Path(__file__).parent
@@ -92,7 +93,7 @@ def predicted_seconds(row: Row, profile: Profile, efficiency: float | None = Non
     """The published layout with the best of its microbatch sizes and interleavings; Megatron's runs recompute."""
     cluster = cluster_of(row) if efficiency is None else cluster_of(row).at(efficiency)
     layout = MeshLayout(*(int(row[name]) for name in ("pp", "dp", "tp", "cp")), sharded=row["source"] == "llama3")
-    wanted = Wanted(
+    space = SearchSpace(
         int(row["global_batch"]),
         2.0,
         ("1f1b", "interleaved-1f1b"),
@@ -105,7 +106,7 @@ def predicted_seconds(row: Row, profile: Profile, efficiency: float | None = Non
         return Pricing(profile, cluster, where, rows)
 
     memory = cluster.device.memory if row["source"] == "megatron" else float("inf")  # Llama's frees more than is known
-    best: PlanCandidate | None = choose(candidates(layout, priced, wanted), memory).best
+    best: PlanCandidate | None = choose(candidates(layout, priced, space), memory).best
     assert best is not None
     return best.seconds
 
@@ -147,14 +148,14 @@ def test_it_does_not_matter_which_run_of_megatron_calibrates(calibrated: str) ->
 def test_the_published_layout_is_among_the_first_three_or_within_five_percent(number: int) -> None:
     row, profile = ROWS[number], profile_of(number)
     recompute = (True,) if row["source"] == "megatron" else (False, True)
-    wanted = Wanted(
+    space = SearchSpace(
         int(row["global_batch"]),
         2.0,
         ("1f1b", "interleaved-1f1b"),
         recompute,
         per_rank=(1, 2, 3, 4, 5, 6, 8, 10),
     )
-    plans = rank_plans(config_of(row), profile, cluster_of(row), wanted=wanted)
+    plans = rank_plans(config_of(row), profile, cluster_of(row), space=space)
     sizes = tuple(int(row[name]) for name in ("pp", "dp", "tp"))
     place = next(
         place for place, plan in enumerate(plans.ranked) if (plan.layout.pp, plan.layout.dp, plan.layout.tp) == sizes

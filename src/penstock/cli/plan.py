@@ -12,7 +12,6 @@ from penstock.cli.source import AsJson, whole
 from penstock.cli.train import read_config
 from penstock.errors import UsageError
 from penstock.train.config.source import functions_in
-from penstock.view.figures import percent, table, time_text
 
 Items = Annotated[
     list[str] | None,
@@ -117,43 +116,10 @@ def _save(plans: Any, path: Path, number: int) -> str:
 
 def _check(run: str, cluster: Path | None, as_json: bool) -> None:
     with working("planning"):
-        from penstock.planner.plan import compare_run  # loads torch
-        from penstock.planner.text import plan_document, plans_document, ranking_table
+        from penstock.planner.comparison import compare_run, comparison_document, comparison_text  # loads torch
 
         found = compare_run(run, cluster)
-    errors = found.errors
     if as_json:
-        write_json(
-            {
-                "predicted": plan_document(found.predicted),
-                "measured": found.measured,
-                "errors": errors,
-                "next": plans_document(found.plans),
-            }
-        )
-        return
-    rows = [("", "predicted", "measured", "error")]
-    for name, value in found.measured.items():
-        told = found.told[name]
-        texts = (
-            (percent(told), percent(value))
-            if name == "idle"
-            else (time_text(told, "s"), time_text(value, "s"))
-            if name in ("step", "makespan")
-            else (f"{told / 1e6:,.1f} MB", f"{value / 1e6:,.1f} MB")
-        )
-        rows.append((name, *texts, f"{100 * errors.get(name, 0.0):+.1f} {'points' if name == 'idle' else '%'}"))
-    worst = max(errors, key=lambda name: abs(errors[name]))
-    others = [each for each in found.plans.ranked if each.layout != found.predicted.layout] or found.plans.ranked
-    write(table(rows, left=[0]))
-    write(f"\nfurthest off: {worst}, by {100 * errors[worst]:+.1f} {'points' if worst == 'idle' else '%'}")
-    if cluster is None:
-        write("without --cluster, the efficiency is the one that predicts this run's own step: its error says nothing")
-    write(f"\nwith the efficiency that the run has shown, {found.plans.cluster.device.efficiency:.3f} of the peak:\n")
-    write(ranking_table([*found.plans.ranked[:3]]))
-    if not others:
-        write("\nno plan fits")
-        return
-    best, now = others[0], found.measured["step"]
-    change = f"{abs(best.seconds / now - 1):.0%} {'less' if best.seconds < now else 'more'} than this run"
-    write(f"\nnext best: {best.layout}, {best.family}: {time_text(best.seconds, 's')} predicted, {change}")
+        write_json(comparison_document(found))
+    else:
+        write(comparison_text(found))

@@ -18,8 +18,10 @@ from penstock.planner.cluster import Cluster, Device
 from penstock.planner.layout import MeshLayout
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
+from penstock.rules import is_float
 from penstock.schedule import Schedule, Timeline, family
-from penstock.train.config.consistent import processes_of, stages_of
+from penstock.schedule.builders import is_auto
+from penstock.train.config.consistent import is_schedule_file, processes_of, stages_of
 from penstock.train.config.read import checked
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.account import optimizer_states
@@ -27,6 +29,7 @@ from penstock.train.run.run_folder import RunFolder
 
 STEPS = 60  # how often the range of efficiencies is halved
 SKIPPED = 3  # steps of a run in which libraries are still being loaded
+KINDS = ("weights", "gradients", "optimizer", "activations")
 
 
 @dataclass(frozen=True)
@@ -39,13 +42,16 @@ class RecordedRun:
     spread: float  # half of the middle 80 % of steps, as a share of the median
     memory: list[dict[str, Any]]
     timeline: Timeline | None
+    counts: list[int] | None = None  # modules of each stage, where the run has measured how to cut
 
-    @property
-    def layout(self) -> MeshLayout:
-        mesh = self.config.mesh
-        return MeshLayout(
-            self.config.pipeline.ranks, mesh.replicas, mesh.tp, sharded=mesh.replicate == "fsdp" and mesh.replicas > 1
-        )
+    def candidate(self, profile: Profile, cluster: Cluster) -> PlanCandidate:
+        """What was run, as a candidate with a price."""
+        schedule = None if self.timeline is None else self.timeline.schedule
+        return candidate_of(self.config, profile, cluster, self.counts, schedule)
+
+    def predicted_seconds(self, candidate: PlanCandidate) -> float:
+        """The step of the run as a candidate prices it; gradients may be accumulated over several passes."""
+        return candidate.seconds + (self.config.training.accumulate - 1) * candidate.priced[0]
 
 
 def read_run(path: str | Path) -> RecordedRun:
@@ -53,77 +59,122 @@ def read_run(path: str | Path) -> RecordedRun:
     root = Path(path)
     folder = RunFolder(root)
     try:
-        document = json.loads(read_plain(root / "config.json"))
-        config = checked(TrainConfig, document, str(root / "config.json"))
-        lines = [json.loads(line) for line in read_plain(folder.metrics).splitlines()]
+        config = checked(TrainConfig, _json(root / "config.json"), str(root / "config.json"))
+        seconds = [_seconds(folder.metrics, line) for line in read_plain(folder.metrics).splitlines()]
+        memory = _memory_rows(folder.memory) if folder.memory.is_file() else []
+        cut = folder.cut()
     except FileNotFoundError as error:
         raise UsageError(
             f"{root} is not the folder of a run that has trained: there is no {Path(str(error.filename)).name}"
         ) from None
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{root}: {error}") from None
-    times = sorted(line["seconds"] for line in lines[SKIPPED:] if line.get("seconds"))
+    except NotADirectoryError:
+        raise UsageError(f"{root} is a file; name the folder of a run that penstock train has made") from None
+    times = sorted(filter(None, seconds[SKIPPED:]))
     if not times:
-        raise UsageError(f"{root} has {len(lines)} steps; {SKIPPED + 1} or more tell what a step takes")
+        raise UsageError(f"{root} has {len(seconds)} steps; {SKIPPED + 1} or more tell what a step takes")
     middle = statistics.median(times)
     tenth = len(times) // 10
-    memory = json.loads(read_plain(folder.memory)) if folder.memory.is_file() else []
     timeline = Timeline.load(folder.timeline) if folder.timeline.is_file() else None
     spread = (times[-1 - tenth] - times[tenth]) / 2 / middle
-    return RecordedRun(root, config, middle, spread, memory, timeline)
+    counts = None if cut is None or cut["stages"] != stages_of(config) else cut["counts"]
+    return RecordedRun(root, config, middle, spread, memory, timeline, counts)
+
+
+def _damaged(path: Path, why: object) -> UsageError:
+    return UsageError(f"{path} is damaged: {why}; it has to be as penstock train wrote it")
+
+
+def _json(path: Path, text: bytes | str | None = None) -> Any:
+    """What a file holds, or one of its lines."""
+    try:
+        return json.loads(read_plain(path) if text is None else text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise _damaged(path, error) from None
+
+
+def _seconds(path: Path, text: bytes | str) -> float | None:
+    """What the step of a line of metrics took."""
+    line = _json(path, text)
+    found = line.get("seconds") if isinstance(line, dict) else line
+    if found is not None and not is_float(found):
+        raise _damaged(path, f"a step has {found!r} for its seconds")
+    return found
+
+
+def _memory_rows(path: Path) -> list[dict[str, Any]]:
+    rows = _json(path)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and {*KINDS, "process"} <= set(row) for row in rows):
+        raise _damaged(path, f"it does not list {', '.join(KINDS)} and process for each process")
+    return rows
 
 
 def candidate_of(
-    config: TrainConfig, profile: Profile, cluster: Cluster, counts: list[int] | None = None
+    config: TrainConfig,
+    profile: Profile,
+    cluster: Cluster,
+    counts: list[int] | None = None,
+    schedule: Schedule | None = None,
 ) -> PlanCandidate:
-    """What a configuration runs, as a candidate with a price."""
-    mesh, pipeline = config.mesh, config.pipeline
-    layout = MeshLayout(pipeline.ranks, mesh.replicas, mesh.tp, sharded=mesh.replicate == "fsdp" and mesh.replicas > 1)
-    rows = max(1, config.data.batch // config.training.accumulate // mesh.replicas // pipeline.microbatches)
+    """What a configuration runs, as a candidate with a price.
+
+    `counts` are the modules of each stage and `schedule` the one that ran, where a run has chosen these itself.
+    """
+    pipeline, layout, stages = config.pipeline, MeshLayout.of(config), stages_of(config)
+    rows = max(1, config.data.batch // config.training.accumulate // layout.dp // pipeline.microbatches)
     pricing = Pricing(profile, cluster, layout, rows)
-    stages = stages_of(config)
-    balance = counts or (pipeline.balance if isinstance(pipeline.balance, list) else None)
-    cuts = pricing.cut(stages) if balance is None else _places(profile, balance)
-    if pipeline.split_at:
-        names = [unit.name for unit in profile.one]
-        cuts = tuple(names.index(name) for name in pipeline.split_at if name in names)
+    cuts = _cuts_of(config, profile, counts) or pricing.cut(stages)
     if cuts is None or len(cuts) != stages - 1:
-        raise UsageError(f"the model has too few pieces for {stages} stages (pipeline.stages)")
-    if pipeline.schedule.endswith((".csv", ".json")):
-        name = Schedule.load(Path(pipeline.schedule)).name or "1f1b"
+        raise UsageError(
+            f"the model's {sum(profile.counts_of(()))} layers cannot be cut into {stages} stages as the run has them "
+            f"(pipeline.stages, balance, split_at); is this the configuration that was run?"
+        )
+    if is_schedule_file(pipeline.schedule) or is_auto(pipeline.schedule):
+        if schedule is None and is_auto(pipeline.schedule):
+            raise UsageError("the run has searched for its schedule and recorded no step that would show it")
+        schedule, name = schedule or Schedule.load(Path(pipeline.schedule)), "searched"
     else:
-        name = family(pipeline.schedule).name
-    recompute = pipeline.recompute != "never"
+        schedule, name = None, family(pipeline.schedule).name
     return PlanCandidate(
-        pricing, name, stages // pipeline.ranks, pipeline.microbatches, recompute, tuple(cuts), optimizer_states(config)
+        pricing,
+        name,
+        stages // layout.pp,
+        pipeline.microbatches,
+        pipeline.recompute != "never",
+        tuple(cuts),
+        optimizer_states(config),
+        schedule,
+        config.training.accumulate > 1,
     )
 
 
-def _places(profile: Profile, counts: list[int]) -> tuple[int, ...]:
-    named = [number for number, unit in enumerate(profile.one) if unit.name]
-    starts, total = [], 0
-    for count in counts[:-1]:
-        total += count
-        starts.append(named[total])
-    return tuple(starts)
+def _cuts_of(config: TrainConfig, profile: Profile, counts: list[int] | None) -> tuple[int, ...] | None:
+    """The units that stages 1, 2, ... begin with, if a configuration or a run states them."""
+    pipeline = config.pipeline
+    counts = counts or (pipeline.balance if isinstance(pipeline.balance, list) else None)
+    names = [unit.name for unit in profile.one]
+    if pipeline.split_at:
+        return tuple(names.index(name) for name in pipeline.split_at if name in names)
+    if counts is not None and sum(counts) <= sum(map(bool, names)):
+        return profile.cuts_of(counts)
+    return None
 
 
-def calibrate(cluster: Cluster, profile: Profile, config: TrainConfig, seconds: float, passes: int = 1) -> Cluster:
-    """The cluster with the efficiency at which a step of `config` takes `seconds`."""
+def calibrate(cluster: Cluster, profile: Profile, run: RecordedRun) -> Cluster:
+    """The cluster with the efficiency at which a step of the run is predicted to take what it took."""
 
     def predicted(efficiency: float) -> float:
-        candidate = candidate_of(config, profile, cluster.at(efficiency))
-        return candidate.seconds + (passes - 1) * candidate.priced[0]
+        return run.predicted_seconds(run.candidate(profile, cluster.at(efficiency)))
 
     low, high = 1e-4, 1.0
-    if predicted(high) > seconds:
+    if predicted(high) > run.seconds:
         raise UsageError(
-            f"a step took {seconds:.4g} s, but would take {predicted(high):.4g} s if every product ran at the device's "
-            f"peak of {cluster.device.peak:.3g} FLOP/s (device.peak); state a higher peak, or faster memory and links"
+            f"a step took {run.seconds:.4g} s, but would take {predicted(high):.4g} s if every product ran at the "
+            f"device's peak of {cluster.device.peak:.3g} FLOP/s (device.peak); state a higher peak, or faster memory "
+            f"and links"
         )
     for _ in range(STEPS):
         middle = (low + high) / 2
-        if predicted(middle) > seconds:
+        if predicted(middle) > run.seconds:
             low = middle
         else:
             high = middle
@@ -134,14 +185,12 @@ def calibrate(cluster: Cluster, profile: Profile, config: TrainConfig, seconds: 
 
 def from_run(run: RecordedRun, profile: Profile, cluster: Cluster) -> Cluster:
     """A cluster calibrated by a run; its error bar is the spread of the run's steps, 5 % at least."""
-    found = calibrate(cluster, profile, run.config, run.seconds, run.config.training.accumulate)
-    return replace(found, error=min(1.0, max(0.05, run.spread)))
+    return replace(calibrate(cluster, profile, run), error=min(1.0, max(0.05, run.spread)))
 
 
 def cluster_of(run: RecordedRun, memory: float, peak: float) -> Cluster:
     """Where a run was, if no cluster is stated: this machine, each process with its share of the memory."""
     processes = processes_of(run.config)
-    kinds = ("weights", "gradients", "optimizer", "activations")
-    alone = [each["process"] - sum(each[kind] or 0.0 for kind in kinds) for each in run.memory]
+    alone = [each["process"] - sum(each[kind] or 0.0 for kind in KINDS) for each in run.memory]
     device = Device(memory=memory / processes, peak=peak, reserved=max(alone, default=5e8), holds_checkpoints=True)
     return Cluster(name=f"as {run.folder}", hosts=1, devices=processes, device=device)

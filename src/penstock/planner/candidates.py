@@ -16,19 +16,22 @@ from typing import TypeVar
 from penstock.planner.layout import MeshLayout
 from penstock.planner.price import Pricing, StageCosts
 from penstock.schedule import FAMILIES, Costs, Op, Schedule, build, family, simulate
-from penstock.schedule.timing.simulate import peak_memory
+from penstock.schedule.timing.simulate import peak_memory, peaks_with_gradients
 from penstock.train.run.memory import Memory
 
 ROUNDS, FEWEST = 3, 16  # as many microbatches as ranks, so often, and at least: after these a schedule repeats itself
 SMALL, SURE = 8, 0.8  # ranks of a schedule that tells what longer ones hold; the share of it that is counted on
+NEARLY = 0.9  # of what a schedule with fewer microbatches holds
 Found = TypeVar("Found")
+
+
+def _ops_of(schedule: Schedule) -> frozenset[Op]:
+    return frozenset(op for op in Op if (schedule.columns.op == op).any())
 
 
 @cache
 def _ops(name: str) -> frozenset[Op]:
-    return frozenset(
-        action.op for row in build(name, 2, 2).rows for action in row if action for action in action.parts()
-    )
+    return _ops_of(build(name, 2, 2))
 
 
 def splits_backward(name: str) -> bool:
@@ -49,12 +52,14 @@ class PlanCandidate:
     """A layout with the rest of what a run has to choose."""
 
     pricing: Pricing
-    family: str
+    family: str  # or "searched"
     stages_per_rank: int
     microbatches: int
     recompute: bool
-    cuts: tuple[int, ...]
+    cuts: tuple[int, ...]  # the units that stages 1, 2, ... begin with
     states: float  # numbers that the optimizer keeps per parameter
+    searched: Schedule | None = None  # a schedule that no family has
+    accumulated: bool = False  # several passes add up their gradients, which are there from the second one on
 
     @property
     def layout(self) -> MeshLayout:
@@ -62,7 +67,8 @@ class PlanCandidate:
 
     @property
     def split(self) -> bool:
-        return splits_backward(self.family)
+        """Whether backwards are I and W."""
+        return splits_backward(self.family) if self.searched is None else Op.I in _ops_of(self.searched)
 
     @property
     def stages(self) -> list[StageCosts]:
@@ -74,16 +80,27 @@ class PlanCandidate:
         return self._once("own", self._own)
 
     def _own(self) -> list[list[StageCosts]]:
-        stages, placement = self.stages, FAMILIES[self.family].placed(self.layout.pp, self.stages_per_rank)
+        stages = self.stages
+        if self.searched is not None:
+            placement = self.searched.placement
+        else:
+            placement = FAMILIES[self.family].placed(self.layout.pp, self.stages_per_rank)
         return [[stages[stage] for stage in placement.stages_of(rank)] for rank in range(self.layout.pp)]
 
     def _once(self, what: str, find: Callable[[], Found]) -> Found:
         """A figure that families with the same stages on each rank have in common."""
+        if self.searched is not None:
+            return find()
         key = what, self.cuts, self.split, FAMILIES[self.family].layout, self.recompute
         if key not in self.pricing.shared:
             self.pricing.shared[key] = find()
         found: Found = self.pricing.shared[key]
         return found
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its times were measured; otherwise they are counted."""
+        return self.pricing.measured(self.cuts, self.split) is not None
 
     @property
     def around(self) -> tuple[float, float]:
@@ -122,19 +139,33 @@ class PlanCandidate:
         return most + sum(self.around)
 
     @cached_property
-    def activations(self) -> tuple[float, ...]:
-        """Bytes of each rank at its peak."""
-        peaks = _peaks(self.family, self.layout.pp, self.microbatches, self.stages_per_rank, self.costs)
-        return tuple(
-            peak + max(each.extra + (each.burst if self.recompute else 0.0) for each in own)
-            for peak, own in zip(peaks, self.own, strict=True)
-        )
+    def peaks(self) -> list[tuple[float, float]]:
+        """Bytes of each rank at its peak: of activations, and of activations and gradients at one time."""
+        if self.searched is not None:
+            peaks = peaks_with_gradients(self.searched, self.costs, self._gradients)
+        else:
+            peaks = self._peaks_of(self.microbatches)
+        extra = [max(each.extra + (each.burst if self.recompute else 0.0) for each in own) for own in self.own]
+        found = [(alone + more, both + more) for (alone, both), more in zip(peaks, extra, strict=True)]
+        if not self.accumulated:
+            return found
+        whole = [sum(map(self.pricing.gradient_bytes, own)) for own in self.own]
+        return [(alone, alone + gradients) for (alone, _), gradients in zip(found, whole, strict=True)]
+
+    def _peaks_of(self, microbatches: int) -> list[tuple[float, float]]:
+        return _peaks(self.family, self.layout.pp, microbatches, self.stages_per_rank, self.costs, self._gradients)
+
+    @property
+    def _gradients(self) -> tuple[float, ...]:
+        """Bytes of the gradients of each stage."""
+        return self._once("gradients", lambda: tuple(map(self.pricing.gradient_bytes, self.stages)))
 
     @cached_property
     def memory(self) -> tuple[Memory, ...]:
         """What each rank holds."""
         return tuple(
-            self.pricing.memory(own, held, self.states) for own, held in zip(self.own, self.activations, strict=True)
+            self.pricing.memory(own, alone, self.states, both)
+            for own, (alone, both) in zip(self.own, self.peaks, strict=True)
         )
 
     @property
@@ -150,14 +181,25 @@ class PlanCandidate:
     def _static_bytes(self) -> float:
         return max(self.pricing.memory(own, 0.0, self.states).process for own in _different(self.own))
 
-    @property
-    def sure_bytes(self) -> float:
-        """What the first rank of a long pipeline holds, nearly at least; found out without building its schedule."""
-        if self.layout.pp <= SMALL:
+    def needs_more_than(self, room: float) -> float:
+        """How many bytes the fullest rank needs beyond `room`, nearly at least, and 0 where that is not sure.
+
+        It is found out on schedules that are cheaper than its own: of a few ranks, then of a few microbatches.
+        """
+        ranks, states = self.layout.pp, self.states
+        if ranks > SMALL:
+            flight = _in_flight(self.family, min(3, self.stages_per_rank)) * SURE * ranks
+            kept = sum(each.kept if self.recompute else each.saved for each in self.own[0])
+            first = self.pricing.memory(self.own[0], min(self.microbatches - 1, flight) * kept, states).process
+            if first > room:
+                return first - room
+        if self.microbatches <= ranks:
             return 0.0
-        flight = _in_flight(self.family, min(3, self.stages_per_rank)) * SURE * self.layout.pp
-        kept = sum(each.kept if self.recompute else each.saved for each in self.own[0])
-        return self.pricing.memory(self.own[0], min(self.microbatches, flight) * kept, self.states).process
+        found = max(
+            self.pricing.memory(own, alone, states, NEARLY * both).process
+            for own, (alone, both) in zip(self.own, self._peaks_of(ranks), strict=True)
+        )
+        return max(0.0, found - room)
 
     @property
     def seconds(self) -> float:
@@ -167,11 +209,14 @@ class PlanCandidate:
     @cached_property
     def priced(self) -> tuple[float, float]:
         """Seconds from the first action to the last, and the share of them that ranks wait; simulated."""
+        if self.searched is not None:
+            timeline = simulate(self.searched, self.costs)
+            return timeline.makespan, timeline.bubble
         return _simulated(self.family, self.layout.pp, self.microbatches, self.stages_per_rank, self.costs)
 
     def schedule(self) -> Schedule:
         """The schedule that is run."""
-        return _schedule(self.family, self.layout.pp, self.microbatches, self.stages_per_rank)
+        return self.searched or _schedule(self.family, self.layout.pp, self.microbatches, self.stages_per_rank)
 
 
 def _different(owned: list[list[StageCosts]]) -> list[list[StageCosts]]:
@@ -230,14 +275,20 @@ def _few(ranks: int, microbatches: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _peaks(name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs) -> tuple[float, ...]:
-    """The peak memory of each rank of a family's schedule with so many microbatches."""
+def _peaks(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs, gradients: tuple[float, ...]
+) -> list[tuple[float, float]]:
+    """The peak memory of each rank of a family's schedule: of activations, and of these and gradients at one time."""
     counts = _few(ranks, microbatches)
     if not _grows(name):
         counts = counts[:1]
-    found = [peak_memory(_schedule(name, ranks, count, stages_per_rank), costs) for count in counts]
+    found = [peaks_with_gradients(_schedule(name, ranks, count, stages_per_rank), costs, gradients) for count in counts]
     rounds = (microbatches - counts[-1]) / ranks
-    return tuple(b + rounds * (b - a) for a, b in zip(found[0], found[-1], strict=True))
+
+    def further(before: float, last: float) -> float:
+        return last + rounds * (last - before)
+
+    return [(further(a[0], b[0]), further(a[1], b[1])) for a, b in zip(found[0], found[-1], strict=True)]
 
 
 @lru_cache(maxsize=4096)

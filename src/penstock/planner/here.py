@@ -13,25 +13,27 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+from torch.utils import _pytree as pytree
 
 from penstock.errors import RunError
 from penstock.parallel.mesh import mesh as make_mesh
 from penstock.pipeline import Pipeline
+from penstock.planner.candidates import PlanCandidate
 from penstock.planner.cluster import Cluster, Device
 from penstock.planner.layout import MeshLayout
 from penstock.planner.price import Pricing, StageCosts
 from penstock.planner.profile import Profile
+from penstock.planner.writing import run_config
 from penstock.schedule import Costs, simulate
 from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.settings import TrainConfig
@@ -49,15 +51,23 @@ ERROR = 0.05  # of predictions, at least
 
 
 @dataclass(frozen=True)
-class Setting:
+class MeasuredSetting:
     """What is measured: everything but the schedule's order and its number of microbatches."""
 
     layout: MeshLayout
     rows: int
     cuts: tuple[int, ...]
-    counts: tuple[int, ...]
-    names: tuple[str, ...]  # of the units that stages begin with
+    counts: tuple[int, ...]  # modules of each stage
+    names: tuple[str, ...] | None  # of the modules that stages 1, 2, ... begin with; None: cut by counts
     split: bool  # backwards as I and W
+
+    @classmethod
+    def of(cls, candidate: PlanCandidate) -> MeasuredSetting:
+        """What a candidate needs to have measured."""
+        pricing, cuts = candidate.pricing, candidate.cuts
+        profile = pricing.profile
+        names = None if profile.by_position else profile.names_of(cuts)
+        return cls(candidate.layout, pricing.rows, cuts, profile.counts_of(cuts), names, candidate.split)
 
     @property
     def family(self) -> str:
@@ -74,6 +84,11 @@ class Setting:
     @property
     def key(self) -> tuple[MeshLayout, int, tuple[int, ...], bool]:
         return self.layout, self.rows, self.cuts, self.split
+
+
+def settings_of(candidates: Iterable[PlanCandidate]) -> list[MeasuredSetting]:
+    """What candidates need to have measured, each setting once."""
+    return list({setting.key: setting for setting in map(MeasuredSetting.of, candidates)}.values())
 
 
 @dataclass(frozen=True)
@@ -134,10 +149,15 @@ def available_memory() -> float:
     return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
 
-def this_machine(config: TrainConfig, devices: int | None = None) -> Cluster:
-    """This machine as a cluster: a device per core, or as many as are asked for, each with its share of the memory."""
+def this_machine(config: TrainConfig, code: Sequence[str] = (), devices: int | None = None) -> Cluster:
+    """This machine as a cluster: a device per core, or as many as are asked for, each with its share of the memory.
+
+    `code` are the modules of libraries that the model is from.
+    """
     count = devices or len(os.sched_getaffinity(0))
-    reserved = process_bytes(libraries_of(config))
+    # any layout may be chosen, so what torch loads for replicas and tensor parallelism counts where there are several
+    spread = replace(config, mesh=replace(config.mesh, replicas=2 if count > 1 else 1))
+    reserved = process_bytes(libraries_of(config), code, spread)
     device = Device(
         memory=available_memory() / count,
         reserved=float(reserved),
@@ -147,7 +167,7 @@ def this_machine(config: TrainConfig, devices: int | None = None) -> Cluster:
 
 
 def measure(
-    config: TrainConfig, settings: Sequence[Setting], rounds: int = ROUNDS
+    config: TrainConfig, settings: Sequence[MeasuredSetting], rounds: int = ROUNDS
 ) -> tuple[dict[Any, MeasuredCosts], float]:
     """Run every setting on as many processes as its layout has: their costs by key, and FLOP/s of a process at most."""
     if not settings:
@@ -182,8 +202,8 @@ def _rank(rank: int, world: int, threads: int, folder: str, config: Any, setting
     batch = open_data(config).first()
     for first in range(0, len(settings), OPEN):
         with ExitStack() as stack:
-            runs = [_Run(config, setting, batch, stack) for setting in settings[first : first + OPEN]]
-            turns: dict[_Run, list[tuple[Costs, float]]] = {run: [] for run in runs}
+            runs = [TimedPipeline(config, setting, batch, stack) for setting in settings[first : first + OPEN]]
+            turns: dict[TimedPipeline, list[tuple[Costs, float]]] = {run: [] for run in runs}
             for number in range(WARM_UP + rounds):
                 peak = max(peak, (peak_flops(config) or (1e12, ""))[0])
                 for run in (*runs[number % len(runs) :], *runs[: number % len(runs)]):
@@ -195,16 +215,31 @@ def _rank(rank: int, world: int, threads: int, folder: str, config: Any, setting
     dist.destroy_process_group()
 
 
-class _Run:
-    """One setting, open."""
+class TimedPipeline:
+    """The pipeline of one setting, with its optimizer, ready to be timed.
 
-    def __init__(self, config: TrainConfig, setting: Setting, batch: DataBatch, stack: ExitStack) -> None:
-        layout = setting.layout
+    The schedule and its number of microbatches are those of the setting, unless others are asked for.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        setting: MeasuredSetting,
+        batch: DataBatch,
+        stack: ExitStack,
+        family: str | None = None,
+        microbatches: int | None = None,
+    ) -> None:
+        layout, count = setting.layout, microbatches or setting.microbatches
         self.setting = setting
-        config = config_of_setting(config, setting)
+        names, rows = setting.names, setting.rows * count * layout.dp
+        config = run_config(
+            config, layout, setting.counts, names, schedule=family or setting.family, microbatches=count
+        )
+        config = replace(config, data=replace(config.data, batch=rows))
         model, loss = build_model(config)
         mesh = make_mesh(layout.pp, layout.dp, layout.tp) if layout.dp * layout.tp > 1 else None
-        share = _rows(batch, setting.rows * setting.microbatches * layout.dp)
+        share = _rows(batch, rows)
         own = share.share(0 if mesh is None else mesh.get_local_rank("dp"), layout.dp)
         self.pipe: Pipeline = stack.enter_context(
             build_pipeline(
@@ -258,41 +293,8 @@ class _Run:
         return MeasuredCosts(costs, around, statistics.median(abs(seconds / step - 1) for _, seconds in turns))
 
 
-def config_of_setting(config: TrainConfig, setting: Setting) -> TrainConfig:
-    """The configuration under which a setting is measured."""
-    layout = setting.layout
-    cut: dict[str, Any] = {"balance": list(setting.counts), "split_at": []}
-    if config.model.source != "gpt":
-        cut = {"balance": "parameters", "split_at": list(setting.names)}
-    pipeline = replace(
-        config.pipeline,
-        ranks=layout.pp,
-        stages=len(setting.counts),
-        schedule=setting.family,
-        microbatches=setting.microbatches,
-        recompute="never",
-        **cut,
-    )
-    mesh = replace(
-        config.mesh,
-        replicas=layout.dp,
-        tp=layout.tp,
-        replicate="fsdp" if layout.sharded else "ddp",
-        window=max(1, len(setting.counts) // layout.pp),
-    )
-    rows = setting.rows * setting.microbatches * layout.dp
-    return replace(
-        config,
-        pipeline=pipeline,
-        mesh=mesh,
-        data=replace(config.data, batch=rows),
-        training=replace(config.training, accumulate=1),
-    )
-
-
 def _rows(batch: DataBatch, count: int) -> DataBatch:
     """So many rows, those of the batch again and again."""
-    from torch.utils import _pytree as pytree
 
     def cut(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.dim():
@@ -301,17 +303,3 @@ def _rows(batch: DataBatch, count: int) -> DataBatch:
 
     args, kwargs, target = pytree.tree_map(cut, (batch.args, batch.kwargs, batch.target))
     return DataBatch(args, kwargs, target, batch.tokens)
-
-
-def settings_of(found: Iterator[Any]) -> list[Setting]:
-    """What candidates need to have measured."""
-    known: dict[Any, Setting] = {}
-    for candidate in found:
-        units = candidate.pricing.units
-        named = [number for number, unit in enumerate(units) if unit.name]
-        bounds = [0, *candidate.cuts, len(units)]
-        counts = tuple(sum(a <= number < b for number in named) for a, b in pairwise(bounds))
-        names = tuple(units[place].name for place in candidate.cuts)
-        setting = Setting(candidate.layout, candidate.pricing.rows, candidate.cuts, counts, names, candidate.split)
-        known.setdefault(setting.key, setting)
-    return list(known.values())

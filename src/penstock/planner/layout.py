@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from penstock.planner.cluster import Cluster, Interconnect
+from penstock.train.config.settings import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,13 @@ class MeshLayout:
     cp: int = 1
     sharded: bool = False
     inner: str = "dp"
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> MeshLayout:
+        """The layout that a configuration runs."""
+        mesh = config.mesh
+        sharded = mesh.replicate == "fsdp" and mesh.replicas > 1
+        return cls(config.pipeline.ranks, mesh.replicas, mesh.tp, sharded=sharded, inner=mesh.inner)
 
     @property
     def world(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,15 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import UsageError
-from penstock.planner.calibration import RecordedRun, candidate_of, cluster_of, from_run, read_run
+from penstock.planner.calibration import RecordedRun, cluster_of, from_run, read_run
 from penstock.planner.candidates import PlanCandidate, default_families
 from penstock.planner.cluster import Cluster
+from penstock.planner.fake_model import IN_MEMORY, profile_config, profile_module
 from penstock.planner.here import MeasuredPricing, available_memory, measure, settings_of, this_machine
 from penstock.planner.layout import MeshLayout
-from penstock.planner.plans import Plan, Plans
-from penstock.planner.profile import IN_MEMORY, Profile, profile_config, profile_module
-from penstock.planner.ranking import Wanted, candidates, layouts_of, make_plan, rank_plans
+from penstock.planner.plans import Plans
+from penstock.planner.profile import PENSTOCK
+from penstock.planner.ranking import SearchSpace, candidates, layouts_of, rank_plans
 from penstock.rules import check_count
 from penstock.schedule import family
 from penstock.train.config.read import checked, load_config
@@ -73,13 +74,14 @@ def plan(
     Returns:
         The plans, the fastest first; `plans.best` is one for `Pipeline(plan=...)`.
     """
-    if not isinstance(model, (str, Path, TrainConfig)) and callable(model):
-        config = _config_of_module(example, cluster, options, batch, precision, optimizer)
-    else:
-        if example is not None:
-            raise UsageError("example= shows the inputs of a module or a function; a configuration has its own data")
+    is_named = isinstance(model, (str, Path, TrainConfig)) or not callable(model)
+    if is_named and example is not None:
+        raise UsageError("example= shows the inputs of a module or a function; a configuration has its own data")
+    if is_named:
         config = config_for(model, batch, sequence, precision, optimizer, options)
-    wanted = Wanted(
+    else:
+        config = _config_of_module(example, cluster, options, batch, precision, optimizer)
+    space = SearchSpace(
         config.data.batch,
         optimizer_states(config),
         default_families() if schedules is None else [family(name).name for name in schedules],
@@ -87,16 +89,16 @@ def plan(
     )
     among = None if layout is None else [layout]
     if cluster is None and run is None:
-        return _plan_here(config, wanted, among, devices)
+        return _plan_here(config, space, among, devices)
     recorded = None if run is None else read_run(run)
     known = cluster_for(cluster, recorded, config)
     if recorded is not None:
         known = from_run(recorded, profile_config(recorded.config, known.software), known)
-    if config.model.source == IN_MEMORY:
-        profile = profile_module(model, example, config, known.software)  # type: ignore[arg-type]
-    else:
+    if is_named:
         profile = profile_config(config, known.software)
-    return rank_plans(config, profile, known, among=among, wanted=wanted)
+    else:
+        profile = profile_module(model, example, config, known.software)  # type: ignore[arg-type]
+    return rank_plans(config, profile, known, among=among, space=space)
 
 
 def _config_of_module(
@@ -167,26 +169,21 @@ def cluster_for(cluster: Cluster | str | Path | None, run: RecordedRun | None, c
     return cluster_of(run, available_memory(), 4 * peak[0] if peak else 1e12)  # a peak that no run exceeds
 
 
-def _plan_here(config: TrainConfig, wanted: Wanted, among: Sequence[MeshLayout] | None, devices: int | None) -> Plans:
-    """Measure the settings that fit, and rank by what was measured."""
-    cluster = this_machine(config, devices)
-    profile = profile_config(config, cluster.software)
-    return plan_measured(config, profile, cluster, wanted, among)
-
-
-def plan_measured(
-    config: TrainConfig, profile: Profile, cluster: Cluster, wanted: Wanted, among: Sequence[MeshLayout] | None = None
+def _plan_here(
+    config: TrainConfig, space: SearchSpace, among: Sequence[MeshLayout] | None, devices: int | None
 ) -> Plans:
-    """Plans for this machine, by costs that are measured on it."""
-    wanted = replace(wanted, per_rank=HERE_PER_RANK)
-    every = among or layouts_of(profile, cluster, wanted.batch)
+    """Measure the settings that fit on this machine, and rank by what was measured."""
+    profile = profile_config(config, PENSTOCK)
+    cluster = this_machine(config, profile.code, devices)
+    space = replace(space, per_rank=HERE_PER_RANK)
+    every = among or layouts_of(profile, cluster, space.batch)
     guessed = [
         candidate
         for each in every
-        for candidate in candidates(each, lambda layout, rows: MeasuredPricing(profile, cluster, layout, rows), wanted)
+        for candidate in candidates(each, lambda layout, rows: MeasuredPricing(profile, cluster, layout, rows), space)
         if candidate.fullest.process <= cluster.room
     ]
-    known, peak = measure(config, settings_of(iter(_few_sizes(guessed))))
+    known, peak = measure(config, settings_of(_few_sizes(guessed)))
     spread = max((each.spread for each in known.values()), default=0.0)
     device = replace(cluster.device, peak=peak)
     cluster = replace(cluster, device=device, error=max(cluster.error, min(1.0, spread)))
@@ -194,7 +191,7 @@ def plan_measured(
     def priced(layout: MeshLayout, rows: int) -> MeasuredPricing:
         return MeasuredPricing(profile, cluster, layout, rows, known)
 
-    return rank_plans(config, profile, cluster, among=every, pricing_of=priced, wanted=wanted)
+    return rank_plans(config, profile, cluster, among=every, pricing_of=priced, space=space)
 
 
 def _few_sizes(found: Sequence[PlanCandidate]) -> list[PlanCandidate]:
@@ -205,45 +202,3 @@ def _few_sizes(found: Sequence[PlanCandidate]) -> list[PlanCandidate]:
             sizes.setdefault(each.layout, set()).add(each.pricing.rows)
     few = {layout: sorted(rows)[-FEW_ROWS:] for layout, rows in sizes.items()}
     return [each for each in found if each.pricing.rows in few.get(each.layout, ())]
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A run beside what was predicted of it."""
-
-    predicted: Plan
-    measured: dict[str, float]  # by name: seconds, idle share, bytes of the fullest rank
-    told: dict[str, float]  # the same as predicted
-    plans: Plans  # what is best, now that the run is known
-
-    @property
-    def errors(self) -> dict[str, float]:
-        """By name: (predicted - measured) / measured; of the idle share, which is one already, the difference."""
-        return {
-            name: self.told[name] - value if name == "idle" else self.told[name] / value - 1
-            for name, value in self.measured.items()
-            if value
-        }
-
-
-def compare_run(path: str | Path, cluster: Cluster | str | Path | None = None) -> Comparison:
-    """Compare a run with its prediction, and plan again with what it has shown."""
-    run = read_run(path)
-    known = cluster_for(cluster, run, run.config)
-    profile = profile_config(run.config, known.software)
-    better = from_run(run, profile, known)
-    before = known if cluster is not None else better
-    candidate = candidate_of(run.config, profile, before)
-    told = make_plan(run.config, candidate, profile, before)
-    passes = run.config.training.accumulate
-    measured, expected = {"step": run.seconds}, {"step": told.seconds + (passes - 1) * candidate.priced[0]}
-    if run.timeline is not None:
-        measured |= {"makespan": run.timeline.makespan, "idle": run.timeline.bubble}
-        expected |= {"makespan": candidate.priced[0], "idle": told.idle}
-    for kind in ("weights", "gradients", "optimizer", "activations"):
-        held = [each[kind] for each in run.memory if each.get(kind) is not None]
-        if held:
-            ranks = [getattr(each, kind) for each in told.memory]
-            in_threads = run.config.pipeline.workers == "threads"  # all ranks are in one process
-            measured[kind], expected[kind] = max(held), sum(ranks) if in_threads else max(ranks)
-    return Comparison(told, measured, expected, rank_plans(run.config, profile, better))

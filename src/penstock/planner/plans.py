@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from penstock.errors import UsageError
 from penstock.planner.cluster import Cluster
@@ -19,7 +21,8 @@ class Plan:
     Attributes:
         layout: The axes.
         family: The schedule's family, or `"searched"`.
-        schedule: The schedule itself.
+        stages: Number of stages, over all ranks.
+        microbatches: Microbatches per step and replica.
         rows: Rows of a microbatch.
         recompute: Whether forwards run again in the backward.
         cuts: The names of the modules that stages 1, 2, ... begin with.
@@ -33,11 +36,13 @@ class Plan:
         shares: Where the time of a step goes, by name: seconds.
         config: The configuration that was planned for.
         by_position: Whether the model is a sequence that is cut by counts.
+        build_schedule: The function that makes the schedule.
     """
 
     layout: MeshLayout
     family: str
-    schedule: Schedule
+    stages: int
+    microbatches: int
     rows: int
     recompute: bool
     cuts: tuple[str, ...]
@@ -51,21 +56,22 @@ class Plan:
     shares: dict[str, float]
     config: TrainConfig
     by_position: bool
+    build_schedule: Callable[[], Schedule]
 
     @property
     def peak(self) -> Memory:
         """The memory of the fullest rank."""
         return max(self.memory, key=lambda each: each.process)
 
-    @property
-    def microbatches(self) -> int:
-        """Microbatches per step and replica."""
-        return self.schedule.microbatches
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule itself, built when it is first asked for."""
+        return self.build_schedule()
 
     def pipeline_arguments(self) -> dict[str, object]:
         """What `Pipeline(plan=...)` takes from it."""
         return {
-            "stages": self.schedule.stages,
+            "stages": self.stages,
             "microbatches": self.microbatches,
             "schedule": self.schedule,
             "recompute": "always" if self.recompute else "never",
@@ -111,7 +117,16 @@ def no_plan(plans: Plans) -> str:
     """The error about a model that fits nowhere."""
     model = f"this model of {count_text(plans.parameters)} parameters"
     worst = [f"  {each.layout}: {each.why}" for each in plans.rejected[:5]]
-    return "\n".join([f"no layout of {plans.cluster.world} devices can train {model}:", *worst])
+    remedy = (
+        "what helps: more devices, or more memory on each (device.memory); a smaller optimizer (optimizer.name=sgd or "
+        "adamw8bit); shorter rows (--sequence)"
+    )
+    return "\n".join([f"no layout of {plans.cluster.world} devices can train {model}:", *worst, remedy])
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes in words."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def count_text(count: float) -> str:

@@ -269,25 +269,39 @@ class Pricing:
         state = sum(each.trained for each in own) / shares * (2 * element.state + element.master + 2 * element.weight)
         return max(last, reduce - hidden), UPDATE_READS * state / self.cluster.device.bandwidth
 
-    def memory(self, own: Sequence[StageCosts], activations: float, states: float) -> Memory:
-        """What a rank with these stages holds; `states`: numbers that the optimizer keeps per parameter."""
+    def gradient_bytes(self, stage: StageCosts) -> float:
+        """Bytes of the gradients of a stage that a rank keeps until the update."""
+        shares = self.layout.dp if self.layout.sharded and not self.cluster.software.master_weights else 1
+        return stage.trained / shares * self._element.gradient
+
+    def memory(
+        self, own: Sequence[StageCosts], activations: float, states: float, together: float | None = None
+    ) -> Memory:
+        """What a rank with these stages holds; `states`: numbers that the optimizer keeps per parameter.
+
+        `together` is the most of activations and gradients at one time; without it, their sum is taken.
+        """
         layout, element, device = self.layout, self._element, self.cluster.device
         shares = layout.dp if layout.sharded else 1
         weights = sum(each.numbers for each in own) * element.weight
         trained = sum(each.trained for each in own)
         optimizer = trained / shares * (states * element.state + element.master)
         alone = device.reserved + (2 * max(each.output + each.taken for each in own) if layout.pp > 1 else 0.0)
+        gradients = sum(map(self.gradient_bytes, own))
+        before = activations
         activations += sum(each.copies for each in own)
         if self.cluster.software.master_weights:  # replicas share what the optimizer has, and no gradients
-            gradients = trained * element.gradient
+            together = None  # they are there all the time
             activations = max(activations, trained / shares * element.update)  # which are gone by then
             alone += min(BUCKET, gradients) if layout.dp > 1 else 0.0
             weights += weights / shares if layout.sharded else 0.0
         else:
-            weights, gradients = weights / shares, trained / shares * element.gradient
+            weights /= shares
             activations += exchanged_bytes(weights, gradients, layout.dp, layout.sharded)
         copy = weights + optimizer if device.holds_checkpoints else 0.0
-        return rank_memory(weights, gradients, optimizer, activations, alone=alone, copy=copy)
+        if together is not None:
+            together += activations - before
+        return rank_memory(weights, gradients, optimizer, activations, alone=alone, copy=copy, together=together)
 
     @cached_property
     def _element(self) -> _Element:

@@ -1,22 +1,25 @@
 """From a model and a cluster to ranked plans: enumerate, leave out what does not fit, price the rest.
 
-For each layout its candidates are taken in the order of the time that they cannot beat, and simulated until no other
-can be better than the best one found. So the ranking is that of pricing everything, for a fraction of the work.
+Candidates are taken in the order of a lower bound of their step time, and simulated only while they could be the
+fastest of their layout and their layout among those that are ranked. So the ranking is that of pricing everything, for
+a fraction of the work.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise
+from heapq import heappop, heappush
+from itertools import chain, count
 from math import inf
+from typing import TypeVar
 
 from penstock.errors import UsageError
 from penstock.planner.candidates import PlanCandidate, default_families, families_for
 from penstock.planner.cluster import Cluster
 from penstock.planner.layout import MeshLayout, layouts
-from penstock.planner.plans import Plan, Plans, Rejected
+from penstock.planner.plans import Plan, Plans, Rejected, bytes_text
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
 from penstock.schedule import family, search_report, simulate
@@ -29,88 +32,104 @@ RANKED = 10  # layouts that are priced to the end
 SEARCHED, EFFORT = 512, 300  # microbatch-stages of plans whose schedule is also searched for; orders that are priced
 WORTH = 0.01  # of the makespan: what a searched schedule must save
 PricingOf = Callable[[MeshLayout, int], Pricing]
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What may be chosen from."""
+class SearchSpace:
+    """What plans may choose from, for a batch of so many rows."""
 
     batch: int
-    states: float
+    states: float  # numbers that the optimizer keeps per parameter
     schedules: Sequence[str] = field(default_factory=default_families)
     recompute: Sequence[bool] = (False, True)
     rows: Sequence[int] = ROWS
     per_rank: Sequence[int] = PER_RANK
 
 
-def candidates(layout: MeshLayout, pricing_of: PricingOf, wanted: Wanted) -> Iterator[PlanCandidate]:
+def candidates(layout: MeshLayout, pricing_of: PricingOf, space: SearchSpace) -> Iterator[PlanCandidate]:
     """Every way to run a layout."""
-    share = wanted.batch // layout.dp
-    for rows in wanted.rows:
+    share = space.batch // layout.dp
+    for rows in space.rows:
         if share % rows:
             continue
         pricing = pricing_of(layout, rows)
-        for per_rank in wanted.per_rank if layout.pp > 1 else (1,):
+        for per_rank in space.per_rank if layout.pp > 1 else (1,):
             cuts = pricing.cut(layout.pp * per_rank)
             if cuts is None:
                 continue
             if per_rank > 1 and share // rows % layout.pp and pricing.cluster.software.whole_rounds:
                 continue
-            for name in families_for(layout.pp, per_rank, wanted.schedules):
-                for recompute in wanted.recompute:
-                    yield PlanCandidate(pricing, name, per_rank, share // rows, recompute, tuple(cuts), wanted.states)
+            for name in families_for(layout.pp, per_rank, space.schedules):
+                for recompute in space.recompute:
+                    yield PlanCandidate(pricing, name, per_rank, share // rows, recompute, tuple(cuts), space.states)
 
 
 @dataclass
 class _Choice:
-    """The best candidate of a layout, or the one that came closest to fitting."""
+    """What was found out about the candidates of a layout."""
 
-    best: PlanCandidate | None = None
-    seconds: float = inf
-    least: float = inf  # seconds that the fastest one takes at least that could fit
-    nearest: tuple[float, PlanCandidate] | None = None  # bytes too many
-    blocked: float = inf  # seconds that a candidate would take at least for which memory is short
-    short: float = 0.0  # by so many bytes
+    best: PlanCandidate | None = None  # the fastest one that fits
+    seconds: float = inf  # its step
+    bound: float = inf  # what was not simulated takes at least so many seconds
+    closest: PlanCandidate | None = None  # of those that do not fit, the one with the fewest bytes too many
+    excess: float = inf  # these bytes
+    larger: float = inf  # with more memory, a step might take only so many seconds
+    larger_excess: float = 0.0  # with so many more bytes
 
-    def miss(self, candidate: PlanCandidate, over: float) -> None:
-        """A candidate that needs so many bytes too many."""
-        if self.nearest is None or over < self.nearest[0]:
-            self.nearest = over, candidate
-        if candidate.bound < self.blocked:
-            self.blocked, self.short = candidate.bound, over
+    def reject(self, candidate: PlanCandidate, excess: float) -> None:
+        """Note a candidate that needs `excess` bytes too many."""
+        if excess < self.excess:
+            self.closest, self.excess = candidate, excess
+        if candidate.bound < self.larger:
+            self.larger, self.larger_excess = candidate.bound, excess
 
 
-def choose(found: Iterable[PlanCandidate], room: float, limit: float = inf) -> _Choice:
-    """The fastest candidate that fits into `room` bytes, if one can take less than `limit` seconds."""
-    choice = _Choice()
-    fitting: list[PlanCandidate] = []
-    for candidate in found:
-        least = candidate.microbatches * candidate.pricing.work
-        over = 0.0 if least >= limit else candidate.static_bytes - room
-        if least >= limit:
-            choice.least = min(choice.least, least)
-        elif over > 0:
-            choice.miss(candidate, over)
-        else:
-            fitting.append(candidate)
+def choose(found: Iterable[PlanCandidate], room: float) -> _Choice:
+    """The fastest candidate that fits into `room` bytes."""
+    return _choose_each({None: found}, {None: 0.0}, room)[None]
+
+
+def _choose_each(
+    groups: Mapping[Key, Iterable[PlanCandidate]], bounds: Mapping[Key, float], room: float
+) -> dict[Key, _Choice]:
+    """The fastest candidate of each group that fits into `room` bytes, of the `RANKED` fastest groups.
+
+    Groups and candidates wait in one queue, by the time that they take at least: a group as a whole first, then each of
+    its candidates by its work alone, then by its own bound. So nothing is opened, or simulated, whose bound is above
+    the time of what is chosen in the end.
+    """
+    choices = {key: _Choice() for key in groups}
     without: set[tuple[object, ...]] = set()  # what fits without recomputing, and is not slower then
-    for candidate in sorted(fitting, key=lambda each: each.bound):
-        if candidate.bound >= (1 - 1e-9) * min(choice.seconds, limit):
-            choice.least = min(choice.least, candidate.bound)
-            break
-        key = candidate.pricing, candidate.family, candidate.stages_per_rank
-        if key in without:
-            continue
-        over = candidate.sure_bytes - room
-        if over <= 0:
-            over = candidate.fullest.process - room
-        if over > 0:
-            choice.miss(candidate, over)
-            continue
-        without.add(key)
-        if candidate.seconds < choice.seconds:
-            choice.best, choice.seconds = candidate, candidate.seconds
-    return choice
+    numbers = count()
+    queue: list[tuple[float, int, Key, PlanCandidate | None, bool]] = []
+    for key in groups:
+        heappush(queue, (bounds[key], next(numbers), key, None, False))
+    limit = inf
+    while queue:
+        bound, _, key, candidate, is_own = heappop(queue)
+        choice = choices[key]
+        if bound >= (1 - 1e-9) * min(choice.seconds, limit):
+            choice.bound = min(choice.bound, bound)
+        elif candidate is None:
+            for each in groups[key]:
+                heappush(queue, (each.microbatches * each.pricing.work, next(numbers), key, each, False))
+        elif not is_own:
+            if candidate.static_bytes > room:
+                choice.reject(candidate, candidate.static_bytes - room)
+            else:
+                heappush(queue, (candidate.bound, next(numbers), key, candidate, True))
+        elif (way := (candidate.pricing, candidate.family, candidate.stages_per_rank)) not in without:
+            excess = candidate.needs_more_than(room) or candidate.fullest.process - room
+            if excess > 0:
+                choice.reject(candidate, excess)
+                continue
+            without.add(way)
+            if candidate.seconds < choice.seconds:
+                choice.best, choice.seconds = candidate, candidate.seconds
+                fastest = sorted(each.seconds for each in choices.values())
+                limit = fastest[RANKED - 1] if len(fastest) >= RANKED else inf
+    return choices
 
 
 def rank_plans(
@@ -120,101 +139,107 @@ def rank_plans(
     *,
     among: Iterable[MeshLayout] | None = None,
     pricing_of: PricingOf | None = None,
-    wanted: Wanted | None = None,
+    space: SearchSpace | None = None,
 ) -> Plans:
-    """All plans, the fastest first."""
-    wanted = wanted or Wanted(config.data.batch, optimizer_states(config))
+    """All plans, the fastest first; `among` are the only layouts to look at."""
+    space = space or SearchSpace(config.data.batch, optimizer_states(config))
     pricing_of = cache(pricing_of or (lambda layout, rows: Pricing(profile, cluster, layout, rows)))
+    every = layouts_of(profile, cluster, space.batch) if among is None else among
+    chosen, rejected = _choose_all(every, pricing_of, space, cluster.room)
+    found = [(layout, choice.best) for layout, choice in chosen if choice.best is not None]
+    if found:
+        found[0] = found[0][0], _searched(found[0][1])
+    plans = [make_plan(config, candidate, profile, cluster) for _, candidate in found]
+    advice = tuple(_advice(plans[0], [choice for _, choice in chosen])) if plans else ()
+    return Plans(tuple(plans), tuple(rejected), advice, cluster, profile.parameters)
+
+
+def _choose_all(
+    every: Iterable[MeshLayout], pricing_of: PricingOf, space: SearchSpace, room: float
+) -> tuple[list[tuple[MeshLayout, _Choice]], list[Rejected]]:
+    """The best of each layout, the fastest first, as many as are ranked; and why the others were left out."""
     groups: dict[MeshLayout, list[MeshLayout]] = {}  # both placements on hosts are one layout
-    for layout in layouts_of(profile, cluster, wanted.batch) if among is None else among:
+    for layout in every:
         groups.setdefault(replace(layout, inner="dp"), []).append(layout)
-    least = {
+    bounds = {
         layout: min(
-            (wanted.batch / layout.dp / rows * pricing_of(each, rows).work for each in group for rows in wanted.rows),
+            (space.batch / layout.dp / rows * pricing_of(each, rows).work for each in group for rows in space.rows),
             default=0.0,
         )
         for layout, group in groups.items()
     }
-    chosen: list[tuple[float, MeshLayout, _Choice]] = []
+    ways = {
+        layout: chain.from_iterable(candidates(each, pricing_of, space) for each in group)
+        for layout, group in groups.items()
+    }
+    found = _choose_each(ways, bounds, room)
+    chosen = sorted(
+        ((layout, choice) for layout, choice in found.items() if choice.best is not None),
+        key=lambda each: each[1].seconds,
+    )
     rejected: list[Rejected] = []
-    for layout in sorted(groups, key=lambda each: least[each]):
-        limit = sorted(each[0] for each in chosen)[RANKED - 1] if len(chosen) >= RANKED else inf
-        ways = (way for each in groups[layout] for way in candidates(each, pricing_of, wanted))
-        choice = _Choice(least=least[layout]) if least[layout] >= limit else choose(ways, cluster.room, limit)
-        if choice.best is not None:
-            chosen.append((choice.seconds, layout, choice))
-        elif choice.least < inf:
-            why = f"takes {choice.least:.4g} s at least, longer than the plans above"
-            rejected.append(Rejected(layout, why))
-        else:
-            rejected.append(Rejected(layout, _why_not(layout, choice, cluster, wanted)))
-    chosen.sort(key=lambda each: each[0])
-    for seconds, layout, _ in chosen[RANKED:]:
-        rejected.append(Rejected(layout, f"takes {seconds:.4g} s, longer than the plans above"))
-    plans = [make_plan(config, each[2].best, profile, cluster) for each in chosen[:RANKED] if each[2].best is not None]
-    advice: tuple[str, ...] = ()
-    if plans:
-        plans[0] = _searched(plans[0], chosen[0][2].best)
-        advice = tuple(_advice(plans[0], chosen))
-    return Plans(tuple(plans), tuple(rejected), advice, cluster, profile.parameters)
+    for layout in sorted(groups, key=lambda each: bounds[each]):
+        choice = found[layout]
+        if choice.best is None and choice.bound < inf:
+            rejected.append(Rejected(layout, f"takes {choice.bound:.4g} s at least, longer than the plans above"))
+        elif choice.best is None:
+            rejected.append(Rejected(layout, _why_not(layout, choice, room, space)))
+    for layout, choice in chosen[RANKED:]:
+        rejected.append(Rejected(layout, f"takes {choice.seconds:.4g} s, longer than the plans above"))
+    return chosen[:RANKED], rejected
 
 
 def layouts_of(profile: Profile, cluster: Cluster, batch: int) -> list[MeshLayout]:
     """Every layout that a model can have on a cluster."""
-    places = sum(1 for unit in profile.one if unit.name)
+    places = sum(profile.counts_of(()))
     divisible = any(unit.parameters.divided for unit in profile.one)
     found = list(layouts(cluster, most_stages=places, heads=profile.attention, batch=batch, divisible=divisible))
     if not found:
         raise UsageError(
             f"a batch of {batch} rows cannot be divided over {cluster.world} devices: no pp x dp x tp of that product "
-            f"has a dp that divides it, and a pp of at most {places} pieces of the model"
+            f"has a dp that divides it, and a pp of at most {places} pieces of the model; a multiple of "
+            f"{cluster.world} rows can be divided"
         )
     return found
 
 
-def _why_not(layout: MeshLayout, choice: _Choice, cluster: Cluster, wanted: Wanted) -> str:
-    if choice.nearest is None:
-        return f"no rows per microbatch divide its {wanted.batch // layout.dp} rows per replica, or too few layers"
-    over, candidate = choice.nearest
+def _why_not(layout: MeshLayout, choice: _Choice, room: float, space: SearchSpace) -> str:
+    if choice.closest is None:
+        return f"no rows per microbatch divide its {space.batch // layout.dp} rows per replica, or too few layers"
+    candidate = choice.closest
     memory = candidate.fullest
-    room = f"{cluster.room / 1e9:.1f} GB that a plan may fill"
     parts = ", ".join(
-        f"{name} {getattr(memory, name) / 1e9:.1f}" for name in ("weights", "gradients", "optimizer", "activations")
+        f"{name} {bytes_text(getattr(memory, name))}" for name in ("weights", "gradients", "optimizer", "activations")
     )
     return (
-        f"needs {(cluster.room + over) / 1e9:.1f} GB per device at best, of {room} "
+        f"needs {bytes_text(room + choice.excess)} per device at best, of {bytes_text(room)} that a plan may fill "
         f"({candidate.family}{', recomputed' if candidate.recompute else ''}: {parts})"
     )
 
 
 def make_plan(config: TrainConfig, candidate: PlanCandidate, profile: Profile, cluster: Cluster) -> Plan:
-    """The plan of a candidate; of a short pipeline the schedule is searched for as well."""
-    layout, (makespan, idle) = candidate.layout, candidate.priced
-    schedule, name = candidate.schedule(), candidate.family
-    seconds = makespan + sum(candidate.around)
-    rows = candidate.pricing.rows
+    """The plan of a candidate."""
+    layout, rows, seconds = candidate.layout, candidate.pricing.rows, candidate.seconds
     batch = rows * candidate.microbatches * layout.dp
-    starts = [candidate.pricing.units[place].name for place in candidate.cuts]
-    named = [number for number, unit in enumerate(candidate.pricing.units) if unit.name]
-    bounds = [0, *candidate.cuts, len(candidate.pricing.units)]
-    counts = tuple(sum(begin <= number < end for number in named) for begin, end in pairwise(bounds))
     return Plan(
         layout,
-        name,
-        schedule,
+        candidate.family,
+        len(candidate.stages),
+        candidate.microbatches,
         rows,
         candidate.recompute,
-        tuple(starts),
-        counts,
+        profile.names_of(candidate.cuts),
+        profile.counts_of(candidate.cuts),
         seconds,
         cluster.error,
         batch * profile.sequence / seconds,
         batch * profile.model_flops / seconds / (cluster.world * cluster.device.peak),
-        idle,
+        candidate.priced[1],
         candidate.memory,
         _shares(candidate),
         config,
         profile.by_position,
+        candidate.schedule,
     )
 
 
@@ -233,47 +258,37 @@ def _shares(candidate: PlanCandidate) -> dict[str, float]:
     }
 
 
-def _searched(plan: Plan, candidate: PlanCandidate | None) -> Plan:
+def _searched(candidate: PlanCandidate) -> PlanCandidate:
     """The same with a schedule that is searched for within the family's memory, where that is clearly faster."""
-    if candidate is None or candidate.layout.pp == 1 or plan.schedule.stages * plan.microbatches > SEARCHED:
-        return plan
-    before = simulate(plan.schedule, candidate.costs)
+    stages = candidate.layout.pp * candidate.stages_per_rank
+    if candidate.layout.pp == 1 or stages * candidate.microbatches > SEARCHED:
+        return candidate
+    before = simulate(candidate.schedule(), candidate.costs)
     found = search_report(
         candidate.layout.pp,
-        plan.microbatches,
+        candidate.microbatches,
         candidate.costs,
         memory=list(before.peak_memory),
         stages_per_rank=candidate.stages_per_rank,
         placements="v" if family(candidate.family).layout == "v" else "loop",
         effort=EFFORT,
     )
-    after = simulate(found.schedule, candidate.costs)
-    saved = before.makespan - after.makespan
-    if saved < WORTH * before.makespan or any(
-        a > b for a, b in zip(after.peak_memory, before.peak_memory, strict=True)
-    ):
-        return plan
-    seconds = plan.seconds - saved
-    return replace(
-        plan,
-        family="searched",
-        schedule=found.schedule,
-        seconds=seconds,
-        idle=after.bubble,
-        tokens_per_second=plan.tokens_per_second * plan.seconds / seconds,
-        mfu=plan.mfu * plan.seconds / seconds,
-        shares={**plan.shares, "idle": max(0.0, plan.shares["idle"] - saved)},
-    )
+    after = replace(candidate, family="searched", searched=found.schedule)
+    if candidate.is_measured and not after.is_measured:
+        return candidate  # only whole backwards were, and these are split
+    is_larger = any(a[0] > b[0] or a[1] > b[1] for a, b in zip(after.peaks, candidate.peaks, strict=True))
+    saved = candidate.priced[0] - after.priced[0]
+    return candidate if is_larger or saved < WORTH * candidate.priced[0] else after
 
 
-def _advice(best: Plan, chosen: Sequence[tuple[float, MeshLayout, _Choice]]) -> Iterator[str]:
+def _advice(best: Plan, chosen: Sequence[_Choice]) -> Iterator[str]:
     """What limits the best plan."""
     first, *others = best.shares  # the work itself, and the rest
     kind = max(others, key=lambda name: best.shares[name])
     yield f"{first}: {best.shares[first] / best.seconds:.0%} of a step; {kind}: {best.shares[kind] / best.seconds:.0%}"
-    blocked = min((each[2] for each in chosen), key=lambda choice: choice.blocked)
-    if blocked.blocked < 0.97 * best.seconds:
+    larger = min(chosen, key=lambda choice: choice.larger)
+    if larger.larger < 0.97 * best.seconds:
         yield (
-            f"memory: with {blocked.short / 1e9:.1f} GB more per device a step could take {blocked.blocked:.4g} s at "
-            f"best, {1 - blocked.blocked / best.seconds:.0%} less"
+            f"memory: with {bytes_text(larger.larger_excess)} more per device a step could take {larger.larger:.4g} s "
+            f"at best, {1 - larger.larger / best.seconds:.0%} less"
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from penstock.planner.plans import Plan, Plans, count_text, no_plan
+from penstock.planner.plans import Plan, Plans, bytes_text, count_text, no_plan
 from penstock.train.run.memory import Memory, memory_document
 from penstock.view.figures import percent, table, time_text
 
@@ -58,7 +58,7 @@ def ranking_table(plans: Sequence[Plan]) -> str:
                 str(number),
                 str(plan.layout),
                 plan.family,
-                str(plan.schedule.stages),
+                str(plan.stages),
                 f"{plan.microbatches} of {plan.rows}",
                 "yes" if plan.recompute else "no",
                 time_text(plan.seconds, "s"),
@@ -66,7 +66,7 @@ def ranking_table(plans: Sequence[Plan]) -> str:
                 f"{plan.tokens_per_second:,.0f}",
                 percent(plan.mfu),
                 percent(plan.idle),
-                _bytes(plan.peak.process),
+                bytes_text(plan.peak.process),
             )
         )
     return table(rows, left=[1, 2])
@@ -76,12 +76,8 @@ def memory_table(plans: Sequence[Plan]) -> str:
     """What the fullest rank of each plan holds, by kind."""
     rows = [("", *KINDS)]
     for number, plan in enumerate(plans, 1):
-        rows.append((str(number), *(_bytes(getattr(plan.peak, kind)) for kind in KINDS)))
+        rows.append((str(number), *(bytes_text(getattr(plan.peak, kind)) for kind in KINDS)))
     return table(rows)
-
-
-def _bytes(count: float) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:
@@ -89,7 +85,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
     return {
         "layout": asdict(plan.layout),
         "schedule": plan.family,
-        "stages": plan.schedule.stages,
+        "stages": plan.stages,
         "microbatches": plan.microbatches,
         "rows_per_microbatch": plan.rows,
         "recompute": plan.recompute,

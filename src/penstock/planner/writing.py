@@ -4,54 +4,82 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import UsageError
+from penstock.planner.fake_model import IN_MEMORY
+from penstock.planner.layout import MeshLayout
 from penstock.planner.plans import Plan
-from penstock.planner.profile import IN_MEMORY
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
 
 
 def config_of(plan: Plan, schedule: str | None = None) -> TrainConfig:
     """The configuration of a plan; `schedule` is the file of one that no family has."""
-    layout = plan.layout
-    if layout.cp > 1:
-        raise UsageError(f"{layout} has an axis cp, which Penstock does not run; plan with cp=1 to get a configuration")
+    if plan.layout.cp > 1:
+        raise UsageError(
+            f"{plan.layout} has an axis cp, which Penstock does not run; plan with cp=1 to get a configuration"
+        )
     if plan.config.model.source == IN_MEMORY:
         raise UsageError(
             "a plan of a module in memory has no configuration; pass it to Pipeline(plan=...), or plan the function "
             'that builds the module by its name, "module:function"'
         )
-    before = plan.config
-    cut: dict[str, Any] = {"balance": list(plan.counts)} if plan.by_position else {"split_at": list(plan.cuts)}
-    if plan.schedule.stages == 1:
-        cut = {"balance": "parameters"}
-    pipeline = replace(
-        before.pipeline,
-        ranks=layout.pp,
-        stages=plan.schedule.stages,
+    return run_config(
+        plan.config,
+        plan.layout,
+        plan.counts,
+        None if plan.by_position else plan.cuts,
         schedule=schedule or plan.family,
         microbatches=plan.microbatches,
-        recompute="always" if plan.recompute else "never",
-        **{"balance": "parameters", "split_at": [], **cut},
+        recompute=plan.recompute,
+    )
+
+
+def run_config(
+    config: TrainConfig,
+    layout: MeshLayout,
+    counts: Sequence[int],
+    names: Sequence[str] | None,
+    *,
+    schedule: str,
+    microbatches: int,
+    recompute: bool = False,
+) -> TrainConfig:
+    """A configuration with another layout, schedule and cut.
+
+    `counts` has the modules of each stage. A model that is not cut by counts is cut before the modules `names`.
+    """
+    stages = len(counts)
+    by_counts = stages > 1 and names is None
+    pipeline = replace(
+        config.pipeline,
+        ranks=layout.pp,
+        stages=stages,
+        schedule=schedule,
+        microbatches=microbatches,
+        recompute="always" if recompute else "never",
+        balance=list(counts) if by_counts else "parameters",
+        split_at=list(names or ()) if stages > 1 else [],
     )
     mesh = replace(
-        before.mesh,
+        config.mesh,
         replicas=layout.dp,
         tp=layout.tp,
         replicate="fsdp" if layout.sharded else "ddp",
-        window=max(1, plan.schedule.stages // layout.pp),
+        window=max(1, stages // layout.pp),
         inner="pp" if layout.inner == "pp" else "dp",
     )
-    return replace(before, pipeline=pipeline, mesh=mesh, training=replace(before.training, accumulate=1))
+    return replace(config, pipeline=pipeline, mesh=mesh, training=replace(config.training, accumulate=1))
 
 
 def write_plan(plan: Plan, path: Path) -> Path:
     """Write the configuration to `path`, TOML, and the schedule beside it; returns the path of the schedule."""
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name the file to write, such as {path / 'plan.toml'}")
     schedule = path.with_suffix(".schedule.json")
     config = config_of(plan, str(schedule) if plan.family == "searched" else None)
     if not path.parent.is_dir():

@@ -34,7 +34,7 @@ from penstock.train.models.huggingface import left_out, tensor_plan_of
 from penstock.train.run.account import exchanged_bytes, optimizer_states, rank_memory
 from penstock.train.run.activations import measure_activations
 from penstock.train.run.allocations import bytes_of
-from penstock.train.run.baseline import process_bytes
+from penstock.train.run.baseline import code_of, process_bytes
 from penstock.train.run.memory import COUNTED, Memory, memory_table
 from penstock.train.updates.ema import averaged_as
 
@@ -157,11 +157,9 @@ def _memory(config: TrainConfig, pipe: Pipeline, activations: list[float] | None
 
 
 def _code_of(pipe: Pipeline) -> list[str]:
-    """The modules of installed libraries that a model is from, which each rank loads for itself."""
     model = pipe.deployment.staged.model
     parts = [model] if isinstance(model, nn.Module) else model
-    names = {type(module).__module__ for part in parts for module in part.modules()}
-    return sorted(name for name in names if name.partition(".")[0] in ("transformers", "peft"))
+    return code_of(module for part in parts for module in part.modules())
 
 
 def _together(rows: list[Memory]) -> Memory:

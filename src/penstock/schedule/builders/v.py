@@ -41,7 +41,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from penstock.schedule.action import Action, Op, trusted
@@ -132,20 +132,29 @@ def _numbered(legs: Sequence[tuple[int, Op]], microbatches: int) -> list[Action]
     return order
 
 
-def _best(blocks: Sequence[VBlock], ranks: int, microbatches: int, cap: int) -> list[list[Action]]:
+def _best(blocks: tuple[VBlock, ...], ranks: int, microbatches: int, cap: int) -> list[list[Action]]:
     """The order that suits these numbers best, chosen on a batch that is just long enough.
 
     More microbatches only repeat the middle, which takes the same time in every order that fits.
     """
     trial = min(microbatches, 2 * ranks)
+    maker, filled = _best_of_trial(blocks, ranks, trial, cap, PERIOD * ranks * microbatches <= LARGE)
+    if trial < microbatches:
+        filled = maker(ranks, microbatches, cap) or _repeat(blocks[0], ranks, microbatches, cap)
+    return [list(order) for order in filled.orders]
+
+
+@lru_cache(maxsize=8)
+def _best_of_trial(
+    blocks: tuple[VBlock, ...], ranks: int, trial: int, cap: int, with_rhythm: bool
+) -> tuple[Callable[[int, int, int], Filled | None], Filled]:
+    """What makes the best order of so many microbatches, and that order; kept, as longer batches choose by it too."""
     makers: list[Callable[[int, int, int], Filled | None]] = [partial(_repeat, block) for block in blocks]
-    if PERIOD * ranks * microbatches <= LARGE:
+    if with_rhythm:
         makers.append(_in_rhythm)
     trials = [(preference(filled, cap), maker, filled) for maker in makers if (filled := maker(ranks, trial, cap))]
     _, maker, filled = min(trials, key=lambda found: found[0])
-    if trial < microbatches:
-        filled = maker(ranks, microbatches, cap) or _repeat(blocks[0], ranks, microbatches, cap)
-    return filled.orders
+    return maker, filled
 
 
 def _in_rhythm(ranks: int, microbatches: int, cap: int) -> Filled | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -215,6 +215,16 @@ class _Arrivals:
 
 def peak_memory(schedule: Schedule, costs: Costs, columns: Columns | None = None) -> tuple[float, ...]:
     """The most memory that each rank holds: the order of its actions says it, whatever they take."""
+    return tuple(alone for alone, _ in peaks_with_gradients(schedule, costs, [0.0] * schedule.stages, columns))
+
+
+def peaks_with_gradients(
+    schedule: Schedule, costs: Costs, gradients: Sequence[float], columns: Columns | None = None
+) -> list[tuple[float, float]]:
+    """The most memory that each rank holds: of activations alone, and together with the gradients that are there.
+
+    The gradients of a stage, `gradients` by stage, are there from the end of its first `B` or `W` on.
+    """
     import numpy as np
 
     columns = schedule.columns.opened() if columns is None else columns
@@ -226,8 +236,15 @@ def peak_memory(schedule: Schedule, costs: Costs, columns: Columns | None = None
         part = slice(first, last)
         room, change = by_op[columns.op[part], columns.stage[part]].T * scale[columns.microbatch[part]]
         before = np.zeros(last - first) if schedule.forward_only else np.concatenate(([0.0], np.cumsum(change)[:-1]))
-        found.append(max(0.0, float((before + room).max())))
-    return tuple(found)
+        held = before + room
+        grown = np.zeros(last - first)
+        ends = np.flatnonzero((columns.op[part] == Op.B) | (columns.op[part] == Op.W))
+        stages, firsts = np.unique(columns.stage[part][ends], return_index=True)
+        grown[ends[firsts]] = np.asarray(gradients)[stages]
+        there = np.cumsum(grown)
+        together = max(float((held + there - grown).max()), float(there[-1]))
+        found.append((max(0.0, float(held.max())), together))
+    return found
 
 
 @dataclass(frozen=True)

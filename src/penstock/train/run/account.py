@@ -23,11 +23,21 @@ def exchanged_bytes(weights: float, trained: float, replicas: int, sharded: bool
 
 
 def rank_memory(
-    weights: float, gradients: float, optimizer: float, activations: float | None, *, alone: float, copy: float
+    weights: float,
+    gradients: float,
+    optimizer: float,
+    activations: float | None,
+    *,
+    alone: float,
+    copy: float,
+    together: float | None = None,
 ) -> Memory:
     """The memory of a rank, by kind.
 
-    `alone` is what its process takes without a model, and `copy` what a checkpoint is written from.
+    `alone` is what its process takes without a model, and `copy` what a checkpoint is written from. `together` is the
+    most that gradients and activations take at one time, where that is known: without accumulation, gradients come
+    with the first backwards, when a rank may hold fewer activations already.
     """
-    process = alone + weights + gradients + optimizer + copy + (activations or 0.0)
+    passing = gradients + (activations or 0.0) if together is None else together
+    process = alone + weights + passing + optimizer + copy
     return Memory(weights, gradients, optimizer, activations, process)

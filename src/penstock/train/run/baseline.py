@@ -41,6 +41,12 @@ def process_bytes(
     return int(done.stdout.split()[-1])
 
 
+def code_of(modules: Iterable[object]) -> list[str]:
+    """The modules of installed libraries that the layers of a model are from, which each rank loads for itself."""
+    names = {type(module).__module__ for module in modules}
+    return sorted(name for name in names if name.partition(".")[0] in ("transformers", "peft"))
+
+
 def main(how: str, libraries: str, code: str) -> int:
     """Load, train one step of next to nothing, and print; the exit code."""
     document = sys.stdin.read()

@@ -1,0 +1,186 @@
+"""Builds the model that a plan is for on tensors without memory, with rows to run it on, and has it profiled.
+
+A model of any size is built in a moment that way. Of equal layers only a few are built; the profile is then extended to
+as many as the model has.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ModelError, PenstockError, UsageError
+from penstock.parallel.tensor_parallel.tensor_plan import TensorPlan, plan_of
+from penstock.planner.cluster import Software
+from penstock.planner.profile import Profile, Unit, profile_model
+from penstock.train.build import build_model, gpt_options
+from penstock.train.config.settings import TrainConfig
+from penstock.train.config.source import HUGGINGFACE, is_function
+from penstock.train.data.batches import open_data
+from penstock.train.loss import StepLoss, build_loss
+from penstock.train.models.freeze import freeze
+from penstock.train.models.huggingface import folder_of, tensor_plan_of
+
+BUILT = 4  # of layers that repeat
+IN_MEMORY = "a module in memory"  # the source of a model that no configuration can name
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def profile_config(config: TrainConfig, software: Software) -> Profile:
+    """The profile of what a configuration trains."""
+    short, real = _shortened(config)
+    half = HALVES.get(config.pipeline.precision)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        model, own_loss = build_model(short)
+        freeze(model, config.training.freeze)
+        loss = build_loss(config, model, own_loss, True)
+        if half is not None and software.master_weights:
+            _cast(model, half)
+            half = None
+
+        def train(rows: int) -> Any:
+            args, kwargs, target = _example(config, rows)
+            output = model(*args, **kwargs)
+            if loss is None:
+                return output
+            return loss(output, target, total=1.0) if isinstance(loss, StepLoss) else loss(output, target)
+
+        plan = _tensor_plan(config, model)
+        try:
+            found = profile_model(model, train, plan=plan, software=software, half=half, sequence=config.data.sequence)
+        except PenstockError:
+            raise
+        except (RuntimeError, TypeError) as error:
+            raise ModelError(
+                f"{config.model.source} cannot run on rows of data.source ({config.data.source!r}, data.sequence "
+                f"{config.data.sequence}): {error}; name data that the model takes"
+            ) from error
+    return _lengthened(found, real)
+
+
+def profile_module(
+    model: nn.Module | Callable[[], nn.Module], example: Any, config: TrainConfig, software: Software
+) -> Profile:
+    """The profile of a module, or of what a function builds; rows are as `example` shows them."""
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    half = HALVES.get(config.pipeline.precision)
+    with fake:
+        built = _without_memory(model, fake) if isinstance(model, nn.Module) else model()
+        if not isinstance(built, nn.Module):
+            raise UsageError(f"plan(): the function returned a {type(built).__name__}; return an nn.Module")
+
+        def train(rows: int) -> Any:
+            given = pytree.tree_map(lambda each: _rows_like(each, rows), example)
+            return built(**given) if isinstance(given, dict) else built(*given)
+
+        return profile_model(built, train, software=software, half=half, sequence=config.data.sequence)
+
+
+def _rows_like(value: Any, rows: int) -> Any:
+    if not isinstance(value, Tensor) or not value.dim():
+        return value
+    return torch.zeros(rows, *value.shape[1:], dtype=value.dtype, requires_grad=False)
+
+
+def _without_memory(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
+    """A copy whose parameters and buffers have shapes only."""
+    known: dict[int, Any] = {}
+    for each in (*model.parameters(), *model.buffers()):
+        shape = fake.from_tensor(each.detach())
+        trained = each.requires_grad
+        known[id(each)] = nn.Parameter(shape, trained) if isinstance(each, nn.Parameter) else shape
+    return copy.deepcopy(model, known)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters and buffers in another type; what is tied stays so."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                new = made.setdefault(
+                    id(parameter), nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                )
+                module._parameters[name] = new
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+
+
+def _tensor_plan(config: TrainConfig, model: nn.Module) -> TensorPlan | None:
+    try:
+        return plan_of(tensor_plan_of(config, model))
+    except UsageError:  # there is no ready plan: no layout with tp is looked at
+        return None
+
+
+def _example(config: TrainConfig, rows: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """A few rows, as the data would give them."""
+    if isinstance(config.data.source, str) and is_function(config.data.source) and config.data.format == "auto":
+        batch = open_data(config).first()
+        cut = lambda value: value[:rows] if isinstance(value, Tensor) and value.dim() else value  # noqa: E731
+        args, kwargs, target = pytree.tree_map(cut, (batch.args, batch.kwargs, batch.target))
+        return args, kwargs, target
+    ids = torch.zeros(rows, config.data.sequence, dtype=torch.int64)
+    if config.model.source.startswith(HUGGINGFACE):
+        return (), {"input_ids": ids}, torch.zeros_like(ids)
+    return (ids,), {}, torch.zeros_like(ids)
+
+
+def _shortened(config: TrainConfig) -> tuple[TrainConfig, int | None]:
+    """The same model with few of its equal layers, and how many it has; None where that is left as it is."""
+    options, source = dict(config.model.options), config.model.source
+    model = replace(config.model, init="random")
+    if source == "gpt":
+        count: int | None = gpt_options(config).layers
+        name = "layers"
+    elif source.startswith(HUGGINGFACE) and not config.training.freeze:
+        shape = _shape_of(config)
+        count = getattr(shape, "num_hidden_layers", None)
+        name = "num_hidden_layers"
+        kinds = getattr(shape, "layer_types", None)
+        if count is None or (kinds and len(set(kinds)) > 1) or getattr(shape, "first_k_dense_replace", 0):
+            return replace(config, model=model), None
+        if kinds:
+            options["layer_types"] = list(kinds)[:BUILT]
+    else:
+        return replace(config, model=model), None
+    if count is None or count <= BUILT:
+        return replace(config, model=model), None
+    return replace(config, model=replace(model, options={**options, name: BUILT})), count
+
+
+def _shape_of(config: TrainConfig) -> Any:
+    from penstock.train.models.huggingface import configuration_of
+
+    return configuration_of(
+        replace(config, model=replace(config.model, init=None if folder_of(config) is None else "random"))
+    )
+
+
+def _lengthened(found: Profile, layers: int | None) -> Profile:
+    """With as many layers as the model has: the second of those that were built stands for those that were not."""
+    if layers is None:
+        return found
+    names = [unit.name for unit in found.one]
+    stem = next(name for name in names if name.endswith("1"))
+    place = names.index(stem)
+
+    def longer(units: tuple[Unit, ...]) -> tuple[Unit, ...]:
+        middle = [replace(units[place], name=f"{stem[:-1]}{number}") for number in range(1, layers - 1)]
+        return (
+            *units[:place],
+            *middle,
+            replace(units[place + BUILT - 2], name=f"{stem[:-1]}{layers - 1}"),
+            *units[place + BUILT - 1 :],
+        )
+
+    return replace(found, one=longer(found.one), two=longer(found.two))

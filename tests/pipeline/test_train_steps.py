@@ -757,21 +757,21 @@ def kind_of(kind: str, by_train_steps: bool) -> dict[str, Any]:
         mine = options["mesh"].get_local_rank("dp")
         data = [(x[mine : mine + 8], y[mine : mine + 8]) for x, y in data]  # of other rows on each replica
     transport = "distributed" if dist.get_world_size() == 1 else None
-    with pipeline(schedule, size, transport, **options) as pipe:
-        with pipe.record() if kind == "record" else nullcontext():
-            if by_train_steps:
-                optimizer = OPTIMIZERS["adamw"](pipe.parameters())
-                rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-                results = list(pipe.train_steps(data, optimizer, clip=2.0, scheduler=rate, skip_nonfinite=True))
-                found: dict[str, Any] = {
-                    "losses": [each.loss.item() for each in results],
-                    "norms": [each.norm.item() for each in results],
-                    "updated": [each.updated for each in results],
-                    "state": state_of(pipe, optimizer),
-                    "together": [each.together for each in results],
-                }
-            else:
-                found = by_hand(pipe, data, "adamw", 2.0, True)
+    pipe = pipeline(schedule, size, transport, **options)
+    with pipe, pipe.record() if kind == "record" else nullcontext():
+        if by_train_steps:
+            optimizer = OPTIMIZERS["adamw"](pipe.parameters())
+            rate = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            results = list(pipe.train_steps(data, optimizer, clip=2.0, scheduler=rate, skip_nonfinite=True))
+            found: dict[str, Any] = {
+                "losses": [each.loss.item() for each in results],
+                "norms": [each.norm.item() for each in results],
+                "updated": [each.updated for each in results],
+                "state": state_of(pipe, optimizer),
+                "together": [each.together for each in results],
+            }
+        else:
+            found = by_hand(pipe, data, "adamw", 2.0, True)
     found["state"] = [local(value) for value in found["state"]]
     return found
 

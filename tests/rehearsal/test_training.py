@@ -151,14 +151,17 @@ def test_without_faults_it_trains_as_a_plain_loop_does(family: str, overlaps: bo
 
 
 def check_deaths(seed: int, folder: Path) -> None:
-    """Ranks die at any moment, twice; what must be true of the run as a whole."""
+    """Ranks die, or stand still, at any moment, twice; what must be true of the run as a whole."""
     draw = random.Random(seed)
     schedule = build(draw.choice(["1f1b", "zb-h1", "zb-v", "gpipe"]), draw.randint(2, 4), MICROBATCHES)
-    options = {"seed": seed, "timeout": 10.0, "jitter": draw.choice([0.0, 0.2]), "steps": STEPS}
+    options = {"seed": seed, "timeout": 10.0, "jitter": draw.choice([0.0, 0.4]), "steps": STEPS}
     overlaps, is_async = draw.random() < 0.5, draw.random() < 0.7
     quiet = Script(schedule, folder / "quiet", overlaps, is_async)
     (reference,) = rehearse_training(quiet, schedule, COSTS, folder=quiet.folder, file_seconds=0.4, **options)
-    deaths = [[f"die {draw.randrange(schedule.ranks)} at {draw.uniform(0, reference.seconds)}"] for _ in range(2)]
+    deaths = [
+        [f"{draw.choice(['die', 'stop'])} {draw.randrange(schedule.ranks)} at {draw.uniform(0, reference.seconds)}"]
+        for _ in range(2)
+    ]
     script = Script(schedule, folder / "run", overlaps, is_async)
     attempts = rehearse_training(
         script, schedule, COSTS, folder=script.folder, file_seconds=0.4, faults=deaths, **options

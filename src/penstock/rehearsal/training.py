@@ -97,7 +97,7 @@ def rehearse_training(
         seed: Which interleaving: the order of what is due at the same moment, and the jitter.
         steps: The most steps that an attempt may take; one that goes on for longer than these would hangs.
         timeout: As of `Pipeline`: how long a rank may be silent.
-        jitter: Relative spread of the time of each computation and message.
+        jitter: Relative spread of the time of each computation and message, and of how fast ranks work on files.
         file_seconds: How long each work on a file takes: one that is written, and the deletion of old checkpoints.
         store_host: The rank whose process has the store of the process group. By default the launcher has it.
 
@@ -240,7 +240,8 @@ class TrainedRank(RehearsedRank):
     def _world(self) -> RehearsedWorld:
         if self._executor is not None:
             raise UsageError("a rehearsal is of one Pipeline per rank; close() does not make room for another")
-        clock = RankClock(self._time, self.rank, self._file_seconds)
+        pace = max(0.0, self._random.gauss(1.0, self._setting.jitter))
+        clock = RankClock(self._time, self.rank, pace * self._file_seconds)
         transport = TrainingTransport(self, self._setting, clock)
         self._time.sleep(-self._time.now)  # faults count from here
         return RehearsedWorld(transport)

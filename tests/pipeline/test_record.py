@@ -193,7 +193,7 @@ def test_not_recording_reads_no_clock_and_keeps_no_span(monkeypatch: pytest.Monk
         monkeypatch.setattr(executor, "Span", never)
         monkeypatch.setattr(executor.Executor, "_timed", never)
         pipe.step(x, target=y)
-        assert all(each.report.spans is None for each in pipe.deployment.ranks.executors.values())
+        assert all(each.computations.report.spans is None for each in pipe.deployment.ranks.executors.values())
 
 
 def test_recording_changes_no_number() -> None:

@@ -90,7 +90,7 @@ class Construction:
         counter = StepCounter(torch.initial_seed() if asked.seed is None else asked.seed)
         places = {rank: torch.device(device) for rank, device in enumerate(asked.devices or ())}
         transports = self.world.transports(chosen.ranks, asked.devices)
-        local = LocalRanks(cut, chosen.placement, transports, counter, places)
+        local = LocalRanks(cut, chosen.placement, transports, counter, places, atomic=asked.atomic)
         local.precision = self._precision
         local.keeps_casts = composition.replicate != "fsdp"
         deployment = Deployment(self.world, cut, programs, local, counter, places)

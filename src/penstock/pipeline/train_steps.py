@@ -53,7 +53,6 @@ from penstock.pipeline.trained_step import CALL, Abandoned, FailedHere, TrainedS
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import EndedStep, StepResult, replica_report, result_of
 from penstock.runtime.engine.step_input import Refused
-from penstock.runtime.state.transaction import Transaction
 from penstock.schedule import Schedule, verify
 
 TRUST = 4  # right guesses in a row, after a wrong one, before updates are made early again
@@ -67,11 +66,8 @@ class StepParts:
     deployment: Deployment
     batches: Batches
     state: ModelState
-    begin: Callable[[], None]  # before each step
     together: Callable[[Call], StepResult]  # a step that ends on all ranks together
     take_count: Callable[[int | None], None]  # of microbatches, where the batch says how many
-    transactions: tuple[Transaction, Transaction]  # around a step and the next one: each is undone if it fails
-    loss_fn: Callable[[], Any]  # as it is now
     is_recording: Callable[[], bool]
 
 
@@ -232,13 +228,13 @@ class StepLoop:
         With `waits`, all reports of this one are collected too. What is `refused` is not run, but told to all ranks.
         """
         parts, deployment = self._parts, self._parts.deployment
-        parts.begin()
+        deployment.ranks.begin()
         parts.take_count(parts.batches.take_lengths(call, alone=True))
-        program, transaction = self._program(), parts.transactions[self._number % 2]
+        program, transaction = self._program(), deployment.ranks.transactions[self._number % 2]
         failed = None if self._uncollected is None else self._uncollected.ended.failure
         mine: UncollectedStep
         try:
-            with transaction(training=True, loss_fn=parts.loss_fn()):
+            with transaction(training=True, loss_fn=parts.batches.loss_fn):
                 ended = self._run_without_exchange(call, program, refused or failed)
                 mine = UncollectedStep(self._number, ended, program.microbatches, transaction)
                 try:

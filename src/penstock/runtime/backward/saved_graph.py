@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import RunError
 from penstock.model.part import OUTPUT
-from penstock.runtime.backward.split import DeferredWeights
+from penstock.runtime.backward.deferred_weights import DeferredWeights
 from penstock.runtime.state.memory import LINE, copy_like, is_dense, storage_of, with_copies
 from penstock.runtime.state.ownership import ALONE, holders, use_count
 

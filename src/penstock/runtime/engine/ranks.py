@@ -52,7 +52,7 @@ GRACE = 2.0  # seconds: how long a failed step waits for ranks that are busy in 
 
 @contextmanager
 def calling(transport: Transport, call: str) -> Iterator[None]:
-    """A context in which this process is in a call that all ranks must make; an outer call counts."""
+    """A context in which this process is in a call that all ranks must make; the outermost name is kept."""
     outer, transport.call = transport.call, transport.call or call
     try:
         yield
@@ -74,8 +74,10 @@ class LocalRanks:
         counter: StepCounter,
         devices: Mapping[int, torch.device | None],
         stage_type: type[Stage] = Stage,
+        atomic: bool = False,
     ) -> None:
         self.counter = counter
+        self._atomic = atomic
         self._stage_type = stage_type
         self._devices = devices
         self.transports = list(transports)
@@ -85,7 +87,6 @@ class LocalRanks:
         self._takes_turns = self._threads or stage_type.attached
         self.thread_randomness = ThreadRandomness(GENERATOR_LOCK, counter.seed_for, self._patience.waits)
         self._late: dict[int, Future[list[StepReport]]] = {}  # ranks that have not left a failed step yet
-        self._transaction: Transaction | None = None
         self.executors: dict[int, Executor] = {}
         for transport in transports:
             rank = transport.rank
@@ -99,12 +100,15 @@ class LocalRanks:
                 for index in placement.stages_of(rank)
             }
             for index, stage in stages.items():
+                stage.part.around = unit_stream
                 others = (part for part in staged.parts if part.index != index and not part.reads_inputs)
                 stage.guarded.others_take = () if stage.part.reads_inputs else [part.takes for part in others]
             mailbox = Mailbox(rank, placement, staged.topology, transport)
             self.executors[rank] = Executor(rank, stages, mailbox, transport)
         has_last = (each for each in self.executors.values() if any(stage.is_last for stage in each.stages.values()))
         self.last = next(has_last, None)  # the local executor that has the last stage
+        # what undoes a failed step: two, for a step of `train_steps` may be undone when the next one has run
+        self.transactions = (self._make_transaction(), self._make_transaction())
         self._workers: Workers | None = None
         self._model = staged.model
         self.track_changes()
@@ -127,12 +131,13 @@ class LocalRanks:
         """The ranks for another cut, on the same transports; these must not be used any more."""
         if self._workers is not None:
             self._workers.stop()
-        after = LocalRanks(staged, placement, self.transports, self.counter, self._devices, self._stage_type)
+        after = LocalRanks(
+            staged, placement, self.transports, self.counter, self._devices, self._stage_type, self._atomic
+        )
         after.precision, after.keeps_casts = self.precision, self.keeps_casts
         return after
 
     def _randomness(self, part: StagePart, device: torch.device | None) -> StageRandomness:
-        part.around = unit_stream
         if self._takes_turns:
             return self.thread_randomness.of(part.index, part.stream, part.module, device)
         return seeded(self.counter, part.stream, device)
@@ -186,21 +191,18 @@ class LocalRanks:
                 raise given.error
             return self._run_threads(program, given, record, variables or contextvars.copy_context())
         ((rank, executor),) = self.executors.items()
-        run = partial(executor.run, program, given if isinstance(given, Refused) else given[rank], record=record)
+        run = partial(
+            executor.run, program, given if isinstance(given, Refused) else given[rank], record=record, together=True
+        )
         try:
-            return (run() if variables is None else variables.copy().run(run)).reports()
+            return (run() if variables is None else variables.copy().run(run)).told
         finally:
-            executor.running = False
             del run, given  # an error that its own frame holds would keep the whole step alive
 
     def run_without_exchange(self, program: Schedule, given: Mapping[int, StepInput] | Refused) -> EndedStep:
         """The program on the one local rank of a process, without waiting for the others at its end."""
         ((rank, executor),) = self.executors.items()
-        try:
-            return executor.run(program, given if isinstance(given, Refused) else given[rank])
-        finally:
-            executor.running = False
-            del given  # an error that its own frame holds would keep the whole step alive
+        return executor.run(program, given if isinstance(given, Refused) else given[rank])
 
     @contextmanager
     def precise(self) -> Iterator[list[Precision | None]]:
@@ -249,10 +251,7 @@ class LocalRanks:
         def work(executor: Executor) -> list[StepReport]:
             if torch.get_num_threads() != threads:  # the user's number is known to the thread that gave it, until asked
                 torch.set_num_threads(threads)
-            try:
-                return executor.run(program, given[executor.rank], record=record).reports()
-            finally:
-                executor.running = False
+            return executor.run(program, given[executor.rank], record=record, together=True).told
 
         futures: dict[int, Future[list[StepReport]]] = {}
         errors: list[BaseException] = []
@@ -296,16 +295,14 @@ class LocalRanks:
                 f"wait for them, or make a new Pipeline of a copy of the model: they may still write to this one"
             )
         self.reset()
-        if self._transaction is not None:
-            self._transaction.undo_late()
+        for transaction in self.transactions:
+            transaction.undo_late()
 
-    def guard(self, atomic: bool) -> Transaction:
-        """The transaction that steps of these ranks are."""
+    def _make_transaction(self) -> Transaction:
         stages = {rank: executor.stages for rank, executor in self.executors.items()}
         last = None if self.last is None else self.last.rank
         alone = all(isinstance(each, ThreadTransport) for each in self.transports)
-        self._transaction = Transaction(stages, last, self.counter, lambda: self._late, atomic=atomic, alone=alone)
-        return self._transaction
+        return Transaction(stages, last, self.counter, lambda: self._late, atomic=self._atomic, alone=alone)
 
     @contextmanager
     def evaluating(self, held: Iterable[torch.nn.Module]) -> Iterator[None]:

@@ -21,10 +21,9 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, RunError
 from penstock.model.part import OUTPUT, StagePart
 from penstock.optim.precision import Precision
-from penstock.runtime.backward.products import DeferringMode
+from penstock.runtime.backward.deferred_weights import DeferredWeights
+from penstock.runtime.backward.deferring_mode import DeferrableParameters, DeferringMode
 from penstock.runtime.backward.saved_graph import FreshGradients, RunBackward, SavedGraph
-from penstock.runtime.backward.split import DeferredWeights
-from penstock.runtime.backward.stage_parameters import StageParameters
 from penstock.runtime.loss.module import StageAndLoss
 from penstock.runtime.state.attributes import Attributes
 from penstock.runtime.state.batch_norm import Statistics, whole_norms
@@ -79,7 +78,7 @@ class Stage:
         self.statistics = Statistics.of(part.module)  # of batch norms that the whole batch updates once
         self._whole_norms = whole_norms(part.module)
         self._waiting: dict[int, DeferredWeights] = {}  # between I and W
-        self._parameters = StageParameters()
+        self._parameters = DeferrableParameters()
         self._buffers = Buffers(part.index, self.holds)
         self._attributes = Attributes(part.index, self.holds)
         self.fresh = FreshGradients(self.holds)
@@ -163,11 +162,11 @@ class Stage:
 
     def _run(self, graph: SavedGraph, given: StageInput, kind: str = "forward") -> Forward:
         numbers = self._random_numbers(given.microbatch) or _NOTHING
-        phase, recording, products = Phase(kind, given.microbatch, self.statistics), _NOTHING, None
+        phase, recording, mode = Phase(kind, given.microbatch, self.statistics), _NOTHING, None
         if given.split_backward:
-            products = DeferringMode(self._parameters)
-            graph.deferred = products.deferred
-            recording = _NOTHING if self._parameters.differentiates else products
+            mode = DeferringMode(self._parameters)
+            graph.deferred = mode.deferred
+            recording = _NOTHING if self._parameters.differentiates else mode
         loss: Tensor | None = None
         outer, NOW.phase = NOW.phase, phase
         try:
@@ -179,8 +178,8 @@ class Stage:
         finally:
             NOW.phase = outer
         ends = graph.end_forward(emitted, loss, phase.extra, self.attached)
-        if products is not None and products.candidates:
-            products.learn(ends)
+        if mode is not None and mode.candidates:
+            mode.learn(ends)
         self._inspect_graph(graph, kind)
         return emitted, loss, phase.extra
 

@@ -12,8 +12,8 @@ from typing import Any
 from exactness.cases import sums_in_order
 
 from penstock.schedule import FAMILIES, build
+from penstock.schedule.builders import TRAINING
 
-TRAINING = tuple(name for name in FAMILIES if name != "forward-only")
 OPTIONS = {
     "Bias": 5,
     "Part": 3,

@@ -26,11 +26,11 @@ import penstock
 from penstock.errors import PenstockError, UsageError
 from penstock.optim.snapshot import UpdateSnapshot
 from penstock.schedule import FAMILIES, Action, Op, Schedule, search
+from penstock.schedule.builders import TRAINING
 
 WIDTH = 6
 STEPS = 5
 SEARCHED: dict[str, Any] = {"memory": 2, "stages_per_rank": 4, "placements": "v", "objective": "steady", "effort": 40}
-TRAINING = [name for name in FAMILIES if name != "forward-only"]
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(
         parameters, lr=torch.tensor(0.1, dtype=torch.float64), momentum=0.9, nesterov=True, foreach=True

@@ -122,7 +122,7 @@ class RehearsedRank:
             for stage in stages.values():
                 stage.step = step
             try:
-                reports = executor.run(program, self._given(), together=True).told
+                reports = executor.run(program, self._given(), together=True).reports()
             except (PenstockError, InjectedError) as error:
                 if time.over:  # the rehearsal has ended, and this task with it
                     return

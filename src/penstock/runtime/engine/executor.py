@@ -120,7 +120,9 @@ class Executor:
     def run(
         self, program: Schedule, given: StepInput | Refused, *, record: Begun | None = None, together: bool = False
     ) -> EndedStep:
-        """One step of this rank. With `together`, all ranks end it together, and it raises what went wrong on any.
+        """One step of this rank, up to where the others are told what came of it.
+
+        With `together`, the rank is in the step until it has the reports of all; otherwise it may begin the next one.
 
         A batch that was refused comes this far, because the peers of its rank must hear of that too.
         """
@@ -142,12 +144,9 @@ class Executor:
                 own, failure = error, self._describe(error) if lost is None else lost
             if self.transport.holds_interrupts:
                 CTRL_C.end_step()
-            ended = self._end(report, failure, own)
-            if together:
-                ended.reports()
-            return ended
+            return self._end(report, failure, own)
         finally:
-            self._running = False
+            self._running = together
             del own, failure, given  # an error that its own frame holds would keep the whole step alive
 
     def _begin(self, program: Schedule, record: Begun | None) -> tuple[PreparedProgram, StepReport]:
@@ -216,10 +215,14 @@ class Executor:
                 readers=self.readers,
                 computed=self._ready,
                 forget=self.computations.clear,
+                leave=self._leave,
             )
         finally:
             self.computations.forget_batch()  # it is the user's to free
             del own, failure  # an error that its own frame holds would keep the whole step alive
+
+    def _leave(self) -> None:
+        self._running = False
 
     # -- actions
 

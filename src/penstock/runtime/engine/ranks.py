@@ -195,7 +195,7 @@ class LocalRanks:
             executor.run, program, given if isinstance(given, Refused) else given[rank], record=record, together=True
         )
         try:
-            return (run() if variables is None else variables.copy().run(run)).told
+            return (run() if variables is None else variables.copy().run(run)).reports()
         finally:
             del run, given  # an error that its own frame holds would keep the whole step alive
 
@@ -251,7 +251,7 @@ class LocalRanks:
         def work(executor: Executor) -> list[StepReport]:
             if torch.get_num_threads() != threads:  # the user's number is known to the thread that gave it, until asked
                 torch.set_num_threads(threads)
-            return executor.run(program, given[executor.rank], record=record, together=True).told
+            return executor.run(program, given[executor.rank], record=record, together=True).reports()
 
         futures: dict[int, Future[list[StepReport]]] = {}
         errors: list[BaseException] = []

@@ -84,7 +84,8 @@ class EndedStep:
     """What one rank has to say of a step, and what it needs to understand what the others say.
 
     `failure` is why the step failed here, and `own` the exception of this rank that was the reason, if there was one.
-    `computed`: the step has come to its first action. `forget` is called if the step has failed anywhere.
+    `computed`: the step has come to its first action. `forget` is called if the step has failed anywhere,
+    `leave` when that is known.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class EndedStep:
         readers: Readers | None,
         computed: bool,
         forget: Callable[[], None],
+        leave: Callable[[], None],
     ) -> None:
         self.report = report
         self.failure = report.failure = failure
@@ -105,7 +107,7 @@ class EndedStep:
         self._own = own
         self._sampled, self._readers = sampled, readers
         self._computed = computed
-        self._forget = forget
+        self._forget, self._leave = forget, leave
         self.told: list[StepReport] = []  # by all ranks, once that is known
         self._collect: Callable[[], list[Any]] | None = None
         if sampled is not None and not (own and sampled.pending):  # a device that failed is not asked any more
@@ -141,6 +143,7 @@ class EndedStep:
                 raise own  # a wrong batch is the caller's error, and no rank's failure here
             raise wrong from own
         finally:
+            self._leave()
             del own  # an error that its own frame holds would keep the whole step alive
 
     def _compare_batches(self, reports: list[StepReport]) -> str:

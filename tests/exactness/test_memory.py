@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from exactness.cases import TRAINING
 from exactness.live import Live, allowed, bytes_of
 from processes import on_processes
 from tiers import mostly_slow, slow_if
@@ -23,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import penstock
+from penstock.schedule.builders import TRAINING
 
 WIDTH, ROWS, MICROBATCHES, LAYERS = 16, 8, 8, 6
 

@@ -142,7 +142,7 @@ class Pipeline:
             deployment.replication = self.composition.build(self, tied)
             world.built()
         deployment.ranks.track_changes()  # shards, or values for what had none, have taken the place of parameters
-        self.tie(tied)
+        self.follow_cut(tied)
         with world.calling("Pipeline()"):
             deployment.tied.make_equal()
         if construction.measures:
@@ -152,7 +152,7 @@ class Pipeline:
         self._recorder: Recorder | None = None
         self._recorded: Timeline | None = None
 
-    def tie(self, tied: Sequence[Sequence[tuple[int, str]]]) -> None:
+    def follow_cut(self, tied: Sequence[Sequence[tuple[int, str]]]) -> None:
         """Set up what follows from the cut: tied parameters, and leaves of other ranks.
 
         Args:
@@ -251,12 +251,12 @@ class Pipeline:
             program = deployment.programs.program
             set_aside = deployment.replication.sets_aside
             with deployment.ranks.transactions[0](training=True, set_aside=set_aside, loss_fn=self.loss_fn):
-                begun = None if self._recorder is None else self._recorder.begin()
+                wall_start = None if self._recorder is None else self._recorder.begin()
                 tied = deployment.tied.summed() if deployment.tied.groups else nullcontext()
                 with tied, deployment.replication.step(program, training=True) as replica:
                     with deployment.ranks.step():
                         given = self.batches.resolve(call, program.microbatches)
-                        reports = deployment.ranks.run(program, given, record=begun)
+                        reports = deployment.ranks.run(program, given, wall_start=wall_start)
                     replica.end(reports)
                 deployment.ranks.end_batch()
                 deployment.counter.step += 1

@@ -45,7 +45,7 @@ from typing import Any
 
 from penstock.optim.scaler import GradScaler
 from penstock.optim.snapshot import UpdateSnapshot
-from penstock.optim.updates import AS_IS, ORDER, Updates, Verdict
+from penstock.optim.updates import AS_IS, ORDER, UpdateDecision, Updates
 from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.model_state.state import ModelState
@@ -165,14 +165,14 @@ class StepLoop:
             if updates.depends_on_all:
                 norm = state.grad_norm(ORDER)
                 parts = [(norm.item(), norm.dtype)]
-            verdict = updates.judge(parts, None if result.loss is None else result.loss.item())
-            self._done.append(trained(result, verdict, self._update(verdict), why))
+            decision = updates.decide(parts, None if result.loss is None else result.loss.item())
+            self._done.append(trained(result, decision, self._update(decision), why))
 
     def _scaler(self) -> GradScaler | None:
         scaler = self._parts.state.scaler
         return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
 
-    def _update(self, verdict: Verdict, again: bool = False) -> bool:
+    def _update(self, decision: UpdateDecision, again: bool = False) -> bool:
         """Update the weights, `again` where a wrong update is to be taken back first.
 
         Until that is done, this rank has not completed the step: a rank that stops in between is found out by the
@@ -181,7 +181,7 @@ class StepLoop:
         counter, state = self._parts.deployment.counter, self._parts.state
         counter.step -= 1
         with self._snapshot.again() if again else nullcontext():
-            updated = self._updates.apply(verdict, list(state.parameters()), self._scaler())
+            updated = self._updates.apply(decision, list(state.parameters()), self._scaler())
         counter.step += 1
         return updated
 
@@ -209,7 +209,7 @@ class StepLoop:
         waits = depends and self._right < TRUST
         mine = self._run(call, waits, refused)
         if waits:
-            self._update(mine.verdict)
+            self._update(mine.decision)
             return
         self._uncollected = mine
         mine.can_be_undone = depends and not had_gradients
@@ -290,7 +290,7 @@ class StepLoop:
             explain(error, before)
             abandoned = Abandoned(error)
         self._uncollected = None
-        if abandoned is None and not before.verdict.as_is:
+        if abandoned is None and not before.decision.as_is:
             abandoned = Abandoned(None)
         if abandoned is not None:
             if runs and before.ended.told and transport.broken is None:  # so all ranks know, and do the same
@@ -298,19 +298,19 @@ class StepLoop:
             raise abandoned
 
     def _read(self, step: UncollectedStep, together: str = "") -> None:
-        """The reports of a step, as its verdict and its result; raises what went wrong anywhere."""
+        """The reports of a step, as its decision and its result; raises what went wrong anywhere."""
         reports = step.ended.reports()
         result = result_of(reports, [replica_report(reports, step.count)], None)
         loss = None if result.loss is None else result.loss.item()
-        step.verdict = self._updates.judge([report.norm for report in reports], loss)
-        self._right = self._right + 1 if step.verdict.as_is else 0
-        self._done.append(trained(result, step.verdict, step.verdict.applied, together))
+        step.decision = self._updates.decide([report.norm for report in reports], loss)
+        self._right = self._right + 1 if step.decision.as_is else 0
+        self._done.append(trained(result, step.decision, step.decision.applied, together))
 
     def _make_right(self, before: UncollectedStep, abandoned: Abandoned) -> None:
         """Where a step was updated wrongly, make the right update; where it failed elsewhere, undo it, and raise."""
         error = abandoned.error
         if error is None:
-            self._update(before.verdict, again=True)
+            self._update(before.decision, again=True)
             return
         if before.ended.told and before.ended.failure is None and before.can_be_undone:
             self._undo(before, error)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from deadlines import TIMEOUT
-from exactness.cases import TRAINING
 from faults.undo import WIDTH, Boom, Fault, batch, differences, fail, pipeline, state, trained
 from processes import on_processes
 from tiers import mostly_slow, slow_if
@@ -21,6 +20,7 @@ from penstock.errors import PeerFailure, RunError, UsageError
 from penstock.runtime.engine import ranks as crew
 from penstock.runtime.engine.handlers import Context
 from penstock.schedule import Action, Op
+from penstock.schedule.builders import TRAINING
 
 TWO_RANKS = {"ranks": 2, "stages": 2}
 OFTEN = ("1f1b", "zb-v")

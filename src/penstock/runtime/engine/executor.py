@@ -26,13 +26,13 @@ from torch.autograd import profiler
 
 from penstock.errors import MessageError, PeerFailure, RunError
 from penstock.runtime.batch.comparison import Readers
-from penstock.runtime.batch.fingerprint import GivenBatch
+from penstock.runtime.batch.fingerprint import FingerprintedBatch
 from penstock.runtime.engine.action_log import LOG, log_program, logged
 from penstock.runtime.engine.computations import Computations
 from penstock.runtime.engine.handlers import Context, Handler
 from penstock.runtime.engine.mailbox import ActionWait, Mailbox
 from penstock.runtime.engine.prepared_program import Entry, PreparedProgram, prepare
-from penstock.runtime.engine.recorder import Begun
+from penstock.runtime.engine.recorder import WallStart
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import EndedStep, StepReport, failure_of
 from penstock.runtime.engine.stage import Stage
@@ -61,7 +61,7 @@ class Executor:
         }
         self.mailbox = mailbox
         self.replication = Replication()
-        self.sampled: GivenBatch | None = None  # what this rank was given for the step
+        self.fingerprinted: FingerprintedBatch | None = None  # what this rank was given for the step
         self.readers: Readers | None = None  # which ranks need an argument of it
         self.transport = transport
         self.handlers: dict[Op, Handler] = {}
@@ -118,7 +118,12 @@ class Executor:
     # -- the loop
 
     def run(
-        self, program: Schedule, given: StepInput | Refused, *, record: Begun | None = None, together: bool = False
+        self,
+        program: Schedule,
+        step_input: StepInput | Refused,
+        *,
+        wall_start: WallStart | None = None,
+        together: bool = False,
     ) -> EndedStep:
         """One step of this rank, up to where the others are told what came of it.
 
@@ -126,14 +131,14 @@ class Executor:
 
         A batch that was refused comes this far, because the peers of its rank must hear of that too.
         """
-        prepared, report = self._begin(program, record)
+        prepared, report = self._begin(program, wall_start)
         failure: PeerFailure | None = None
         own: BaseException | None = None
         try:
             try:
-                if isinstance(given, Refused):
-                    raise given.error
-                self._run_program(prepared, given, report)
+                if isinstance(step_input, Refused):
+                    raise step_input.error
+                self._run_program(prepared, step_input, report)
             except PeerFailure as error:
                 failure = copy(error)  # without the frames that it came through, which hold tensors
             except MessageError as error:
@@ -147,13 +152,13 @@ class Executor:
             return self._end(report, failure, own)
         finally:
             self._running = together
-            del own, failure, given  # an error that its own frame holds would keep the whole step alive
+            del own, failure, step_input  # an error that its own frame holds would keep the whole step alive
 
-    def _begin(self, program: Schedule, record: Begun | None) -> tuple[PreparedProgram, StepReport]:
+    def _begin(self, program: Schedule, wall_start: WallStart | None) -> tuple[PreparedProgram, StepReport]:
         """A step begins: nothing of the one before is left here."""
         computations, prepared = self.computations, self._prepare(program)
-        report = computations.report = StepReport(begun=record)
-        self.sampled = self.readers = None
+        report = computations.report = StepReport(wall_start=wall_start)
+        self.fingerprinted = self.readers = None
         computations.losses = {}
         self.program = program
         self._actions, self._done = prepared.actions, prepared.done
@@ -162,11 +167,11 @@ class Executor:
         self._position, self._failed, self._ready, self._running = 0, None, False, True
         return prepared, report
 
-    def _run_program(self, prepared: PreparedProgram, given: StepInput, report: StepReport) -> None:
+    def _run_program(self, prepared: PreparedProgram, step_input: StepInput, report: StepReport) -> None:
         """Everything of a step that may fail: the actions of the program one by one, and what they make together."""
         computations = self.computations
-        self.sampled, self.readers = given.sampled, given.readers
-        computations.begin(given)
+        self.fingerprinted, self.readers = step_input.fingerprinted, step_input.readers
+        computations.begin(step_input)
         if self.mailbox.open():
             for other in self._prepared.values():
                 other.entries.clear()
@@ -177,8 +182,8 @@ class Executor:
         if LOG.isEnabledFor(DEBUG):
             log_program(prepared.program, self.rank)
             entries = list(self._logged(entries))
-        if report.begun or profiler._is_profiler_enabled:  # on any thread of this process
-            report.spans = [] if report.begun else None
+        if report.wall_start or profiler._is_profiler_enabled:  # on any thread of this process
+            report.spans = [] if report.wall_start else None
             entries = list(self._timed(entries))
         news = self.transport.news
         for position, (function, first, second) in enumerate(entries):
@@ -211,7 +216,7 @@ class Executor:
                 report,
                 failure,
                 own,
-                sampled=self.sampled,
+                fingerprinted=self.fingerprinted,
                 readers=self.readers,
                 computed=self._ready,
                 forget=self.computations.clear,

@@ -38,7 +38,7 @@ class Context:
     @property
     def batch(self) -> Batch:
         """Arguments, keyword arguments and targets of each microbatch."""
-        return self._executor.computations.given.batch
+        return self._executor.computations.step_input.batch
 
     @property
     def losses(self) -> Mapping[int, Tensor]:

@@ -27,7 +27,7 @@ from penstock.runtime.backward.saved_graph import own_by_hook
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.rank_threads import GeneratorTimeout, Workers
-from penstock.runtime.engine.recorder import Begun
+from penstock.runtime.engine.recorder import WallStart
 from penstock.runtime.engine.report import EndedStep, StepReport
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.engine.step_input import Refused, StepInput
@@ -179,7 +179,7 @@ class LocalRanks:
         program: Schedule,
         given: Mapping[int, StepInput] | Refused,
         *,
-        record: Begun | None = None,
+        wall_start: WallStart | None = None,
         variables: contextvars.Context | None = None,
     ) -> list[StepReport]:
         """The program on all local ranks, inside of `step()`; every rank's report, or the one failure that ended it.
@@ -189,10 +189,14 @@ class LocalRanks:
         if self._threads:
             if isinstance(given, Refused):
                 raise given.error
-            return self._run_threads(program, given, record, variables or contextvars.copy_context())
+            return self._run_threads(program, given, wall_start, variables or contextvars.copy_context())
         ((rank, executor),) = self.executors.items()
         run = partial(
-            executor.run, program, given if isinstance(given, Refused) else given[rank], record=record, together=True
+            executor.run,
+            program,
+            given if isinstance(given, Refused) else given[rank],
+            wall_start=wall_start,
+            together=True,
         )
         try:
             return (run() if variables is None else variables.copy().run(run)).reports()
@@ -236,7 +240,11 @@ class LocalRanks:
         return found or {"cpu"}
 
     def _run_threads(
-        self, program: Schedule, given: Mapping[int, StepInput], record: Begun | None, variables: contextvars.Context
+        self,
+        program: Schedule,
+        given: Mapping[int, StepInput],
+        wall_start: WallStart | None,
+        variables: contextvars.Context,
     ) -> list[StepReport]:
         if self._workers is None:
             self._workers = Workers(list(self.executors))
@@ -251,7 +259,7 @@ class LocalRanks:
         def work(executor: Executor) -> list[StepReport]:
             if torch.get_num_threads() != threads:  # the user's number is known to the thread that gave it, until asked
                 torch.set_num_threads(threads)
-            return executor.run(program, given[executor.rank], record=record, together=True).reports()
+            return executor.run(program, given[executor.rank], wall_start=wall_start, together=True).reports()
 
         futures: dict[int, Future[list[StepReport]]] = {}
         errors: list[BaseException] = []
@@ -301,8 +309,8 @@ class LocalRanks:
     def _make_transaction(self) -> Transaction:
         stages = {rank: executor.stages for rank, executor in self.executors.items()}
         last = None if self.last is None else self.last.rank
-        alone = all(isinstance(each, ThreadTransport) for each in self.transports)
-        return Transaction(stages, last, self.counter, lambda: self._late, atomic=self._atomic, alone=alone)
+        one_process = all(isinstance(each, ThreadTransport) for each in self.transports)
+        return Transaction(stages, last, self.counter, lambda: self._late, atomic=self._atomic, one_process=one_process)
 
     @contextmanager
     def evaluating(self, held: Iterable[torch.nn.Module]) -> Iterator[None]:

@@ -12,7 +12,7 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,13 @@ _ENGINE = torch.autograd.Variable._execution_engine
 _WRITTEN_IN_PYTHON: Any = torch._C._FunctionBase  # nodes of autograd.Function: their object does not keep the graph
 
 
+class GatheredForward(NamedTuple):
+    """A forward on all microbatches at once: what its backward needs to tell them apart."""
+
+    wants: dict[int, list[list[bool]]]  # by producer and microbatch: which tensors want a gradient
+    loss: Tensor | None
+
+
 class SavedGraph:
     """What a microbatch holds between its forward and its backward."""
 
@@ -44,8 +51,6 @@ class SavedGraph:
         "microbatch",
         "recompute",
         "roots",
-        "total",
-        "wants",
     )
 
     def __init__(self, microbatch: int, arrived: Mapping[int, Any]) -> None:
@@ -59,10 +64,7 @@ class SavedGraph:
         self.extra: list[GradientEdge] = []
         self.deferred: DeferredWeights | None = None
         self.recompute: Callable[[], None] | None = None  # recompute: runs the forward that was thrown away
-        self.gathered = False  # all microbatches in one
-        # of a stage that takes its batch in one piece: by producer and microbatch, which tensors want a gradient
-        self.wants: dict[int, list[list[bool]]] = {}
-        self.total: Tensor | None = None  # and its loss
+        self.gathered: GatheredForward | None = None  # where it is of all microbatches in one
 
     def end_forward(
         self, emitted: Mapping[int, Any], loss: Tensor | None, extra: Sequence[tuple[str, Tensor]], attached: bool

@@ -145,7 +145,7 @@ class Computations:
         seeds, seed = self.step_losses.seeds, None
         if owner.is_last and self.step_input.attached:
             gradients[OUTPUT] = self.step_input.output_gradients[microbatch]
-        if 0 in owner.saved and owner.saved[0].gathered:
+        if 0 in owner.saved and owner.saved[0].gathered is not None:
             self._gathered.backward(stage, microbatch, gradients)
             return
         if owner.is_last and (loss := self.losses.get(microbatch)) is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
+from penstock.runtime.backward.saved_graph import GatheredForward
 from penstock.runtime.batch.microbatch import Batch, dims_of_leaves
 from penstock.runtime.engine.stage import LossOf, StageInput
 
@@ -57,9 +58,8 @@ class GatheredBatch:
         if step_input.training:
             recompute = bool(step_input.recompute) or stage in step_input.recompute_stages
             emitted, loss, extra = owner.forward(StageInput(0, whole, args, kwargs, loss_of, recompute=recompute))
-            owner.saved[0].gathered = True
-            owner.saved[0].wants = {source: [_wants(each) for each in by_producer[source]] for source in whole}
-            owner.saved[0].total = None if loss is None else loss.detach()
+            wants = {source: [_wants(each) for each in by_producer[source]] for source in whole}
+            owner.saved[0].gathered = GatheredForward(wants, None if loss is None else loss.detach())
         else:
             emitted, _, extra = owner.infer(StageInput(0, whole, args, kwargs, loss_of))
         pieces = {target: _split_rows(stage, payload, rows) for target, payload in emitted.items()}
@@ -105,18 +105,20 @@ class GatheredBatch:
         if len(waiting) < count:
             return
         del self._backward[stage]
-        rows, record = _rows(batch, stage), owner.saved[0]
+        rows, gathered = _rows(batch, stage), owner.saved[0].gathered
+        assert gathered is not None, "the forward was of all microbatches"
         whole = {
             target: _join_gradients([waiting[number][target] for number in range(count)], rows) for target in gradients
         }
-        seed = None if record.total is None else torch.ones_like(record.total)
+        seed = None if gathered.loss is None else torch.ones_like(gathered.loss)
         extra = computations.step_losses.seeds.extra * count  # of one forward, not of one for each microbatch
         back = owner.backward(0, whole, split_backward=False, loss_seed=seed, extra_seed=extra)
         if computations.hooks is not None:
             computations.hooks.after(stage)
         for number in range(count):
             own = {
-                source: _gradients_of_rows(found, record.wants[source], rows, number) for source, found in back.items()
+                source: _gradients_of_rows(found, gathered.wants[source], rows, number)
+                for source, found in back.items()
             }
             computations.send_gradients_back(stage, number, own)
 

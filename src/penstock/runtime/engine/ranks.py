@@ -40,7 +40,7 @@ from penstock.runtime.state.randomness import (
 )
 from penstock.runtime.state.transaction import Transaction
 from penstock.runtime.transport import ThreadTransport, Transport
-from penstock.runtime.transport.failure.compiling import may_compile
+from penstock.runtime.transport.failure.compiling import listen_to_dynamo
 from penstock.runtime.transport.failure.interrupts import CTRL_C
 from penstock.schedule import Placement, Schedule
 
@@ -160,7 +160,7 @@ class LocalRanks:
             raise UsageError("this pipeline is in a step already; use it from one thread at a time")
         self._inside = True
         if "torch._dynamo" in sys.modules:
-            may_compile()  # from now on, it is known when
+            listen_to_dynamo()
         try:
             with GENERATOR_LOCK.around_step(self._takes_turns) as lock, self.precise():
                 if self._takes_turns:

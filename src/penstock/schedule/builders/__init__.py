@@ -65,7 +65,14 @@ class Family:
         return {"block": Placement.block, "loop": Placement.loop, "v": Placement.v}[self.layout]
 
     def rows(self, ranks: int, microbatches: int, stages_per_rank: int, **options: bool) -> Order:
-        """Each rank's order; with a block of stages per rank, the order of the blocks."""
+        """Each rank's order; where a rank has a block of stages, the order of the blocks.
+
+        Args:
+            ranks: Number of ranks.
+            microbatches: Number of microbatches.
+            stages_per_rank: Number of stages per rank, for a family that loops.
+            **options: Options of the function `order`.
+        """
         return self.order(*(ranks, microbatches, stages_per_rank)[: 3 if self.layout == "loop" else 2], **options)
 
     @cached_property

@@ -25,8 +25,7 @@ from report import Column, bench
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from penstock.runtime.backward.products import DeferringMode
-from penstock.runtime.backward.stage_parameters import StageParameters
+from penstock.runtime.backward.deferring_mode import DeferrableParameters, DeferringMode
 
 
 def convolutions() -> nn.Sequential:
@@ -49,7 +48,7 @@ def plain(model: nn.Module, x: Tensor, gradient: Tensor) -> list[float]:
     return [middle - start, time.perf_counter() - middle]
 
 
-def ours(model: nn.Module, x: Tensor, gradient: Tensor, parameters: StageParameters) -> list[float]:
+def ours(model: nn.Module, x: Tensor, gradient: Tensor, parameters: DeferrableParameters) -> list[float]:
     start = time.perf_counter()
     recording = DeferringMode(parameters)
     with recording:
@@ -78,7 +77,7 @@ def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], rounds: int) 
     torch.manual_seed(0)
     model, data = make(), torch.randn(shape)
     gradient = torch.randn_like(model(data))
-    parameters = StageParameters()
+    parameters = DeferrableParameters()
     variants: list[Callable[[Tensor], list[float]]] = [
         lambda x: plain(model, x, gradient),
         lambda x: ours(model, x, gradient, parameters),

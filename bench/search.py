@@ -33,7 +33,7 @@ def best_family(
     found = []
     for family in FAMILIES.values():
         for size in sizes:
-            if family.name == "forward-only" or (family.layout == "v") > (size == 2):
+            if not family.trains or (family.layout == "v") > (size == 2):
                 continue
             timeline = simulate(build(family.name, ranks, microbatches, size), stage_costs(costs, size))
             if max(timeline.peak_memory) <= memory * (1 + 1e-9):

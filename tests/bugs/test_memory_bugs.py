@@ -23,9 +23,9 @@ from transports import ON_PROCESSES
 
 import penstock
 from penstock.errors import PeerFailure
+from penstock.schedule.builders import TRAINING
 
 ROWS = 4
-EVERY = ["gpipe", "1f1b", "looped-bfs", "interleaved-1f1b", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "dualpipe-v"]
 
 
 class Shifted(nn.Module):
@@ -99,7 +99,7 @@ def plain_gradients(stages: list[nn.Module], microbatches: int, width: int = WID
     return trained(loop, own, width=width)
 
 
-@pytest.mark.parametrize("schedule", mostly_slow(EVERY, "1f1b", "zb-h1", "zb-v"))
+@pytest.mark.parametrize("schedule", mostly_slow(TRAINING, "1f1b", "zb-h1", "zb-v"))
 @pytest.mark.parametrize("use", USES)
 def test_a_parameter_does_not_adopt_memory_that_others_read(use: str, schedule: str) -> None:
     # zb-h1, from the second step on: weight gradients 19 to 39 % off, because what is kept for W was added to
@@ -496,7 +496,7 @@ class InScratch(Stage):
         return self.layer(FromScratch.apply(x, self.kept))  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("schedule", EVERY)
+@pytest.mark.parametrize("schedule", TRAINING)
 def test_a_backward_may_use_the_memory_of_its_gradient_again(schedule: str) -> None:
     # handed over on one rank, gradients 600 % off; between threads a false error, or, by .data, wrong
     torch.manual_seed(0)

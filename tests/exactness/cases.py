@@ -19,7 +19,6 @@ from penstock.schedule import FAMILIES, Costs, Op, Schedule, build, search
 SEED = 11
 STEPS = 2
 SLOW_HOPS = Costs(forward=1.0, input=1.0, weight=0.5, hop=0.1)
-TRAINING = tuple(name for name in FAMILIES if name != "forward-only")
 WIDE = tuple(name for name, family in FAMILIES.items() if family.stages_per_rank == 2)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from exactness.cases import TRAINING, WIDE, Case, all_pipelined, differences, pipelined
+from exactness.cases import WIDE, Case, all_pipelined, differences, pipelined
 from exactness.models import MODELS
 from processes import on_processes
 from tiers import in_tiers, mostly_slow, slow_if
@@ -19,6 +19,7 @@ from transports import ON_PROCESSES
 
 from penstock.group.world import World
 from penstock.runtime.transport import ThreadTransport
+from penstock.schedule.builders import TRAINING
 
 EVERY = [Case(family, model, optimizer=which) for family in TRAINING for model in MODELS for which in (False, True)]
 HALF = [Case(family, list(MODELS)[row % len(MODELS)], rows=9, bfloat16=True) for row, family in enumerate(TRAINING)]

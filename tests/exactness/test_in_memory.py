@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from exactness.cases import TRAINING, Case
+from exactness.cases import Case
 from exactness.looking import Seen, all_seen, seen_pipelined, seen_plain
 from exactness.models import MODELS
 from processes import on_processes
 from tiers import in_tiers, mostly_slow
 from transports import ON_PROCESSES
+
+from penstock.schedule.builders import TRAINING
 
 ROWS = 9  # in microbatches of 3, 2, 2 and 2
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from exactness.cases import TRAINING
 from exactness.live import Live, allowed, bytes_of
 from processes import on_processes
 from tiers import mostly_slow, slow_if
@@ -24,6 +23,7 @@ from torch.nn import functional as F
 from transports import ON_PROCESSES
 
 import penstock
+from penstock.schedule.builders import TRAINING
 
 WIDTH, ROWS, MICROBATCHES, LAYERS = 16, 8, 8, 6
 

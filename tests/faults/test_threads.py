@@ -22,16 +22,10 @@ from transports import buffering
 import penstock
 from penstock.errors import MessageError, ModelError, PeerFailure
 from penstock.runtime.engine.computations import Computations
-from penstock.schedule import Op
+from penstock.schedule import FAMILIES, Op
+from penstock.schedule.builders import TRAINING
 
-FAMILIES = {  # stages on 3 ranks
-    "gpipe": 3,
-    "1f1b": 3,
-    "interleaved-1f1b": 6,
-    "zb-h1": 3,
-    "zb-v": 6,
-    "dualpipe-v": 6,
-}
+STAGES = {name: 3 * FAMILIES[name].stages_per_rank for name in TRAINING}  # on 3 ranks
 
 
 @contextmanager
@@ -47,11 +41,11 @@ def no_thread_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("capacity", mostly_slow([None, 0], None))
-@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "1f1b", "zb-v"))
+@pytest.mark.parametrize("family", mostly_slow(TRAINING, "1f1b", "zb-v"))
 def test_an_error_in_any_forward_or_backward_is_told_and_leaves_a_clean_pipeline(
     family: str, capacity: int | None
 ) -> None:
-    stages = FAMILIES[family]
+    stages = STAGES[family]
     with no_thread_left(), buffering(capacity), pipeline(family, stages) as pipe:
         assert_clean(pipe)
         for stage in sorted({0, stages // 2, stages - 1}):
@@ -65,9 +59,9 @@ def test_an_error_in_any_forward_or_backward_is_told_and_leaves_a_clean_pipeline
         assert len([thread for thread in threading.enumerate() if thread.name.startswith("penstock-rank")]) == 3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINING)
 def test_an_error_while_weight_gradients_are_added_names_that_action(family: str) -> None:
-    stages = FAMILIES[family]
+    stages = STAGES[family]
     with pipeline(family, stages) as pipe:
         assert_clean(pipe)  # what can wait for W is known from here on
         for stage in sorted({0, stages // 2, stages - 1}):
@@ -244,7 +238,7 @@ def test_random_numbers_of_the_step_after_a_failed_one_are_those_of_the_failed_o
 
 @pytest.mark.parametrize("family", ["1f1b", "zb-v"])
 def test_nothing_of_a_failed_step_stays_alive(family: str) -> None:
-    stages = FAMILIES[family]
+    stages = STAGES[family]
     with pipeline(family, stages) as pipe:
         gc.collect()
         gc.disable()  # nothing may hang in a cycle either: that could be gigabytes until someone collects

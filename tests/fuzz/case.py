@@ -13,8 +13,8 @@ from exactness.cases import sums_in_order
 from transports import ON_PROCESSES
 
 from penstock.schedule import FAMILIES, build
+from penstock.schedule.builders import TRAINING
 
-TRAINING = tuple(name for name in FAMILIES if name != "forward-only")
 OPTIONS = {
     "Bias": 5,
     "Part": 3,

@@ -19,7 +19,7 @@ from penstock.errors import PeerFailure, UsageError
 from penstock.messages import plain
 from penstock.messages.plain import NotPlainError, decode, encode, same
 from penstock.runtime.batch.fingerprint import Detail
-from penstock.runtime.engine.recorder import Begun
+from penstock.runtime.engine.recorder import WallStart
 from penstock.runtime.engine.report import ReplicaReport, StepReport
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.blame import Waiting
@@ -34,7 +34,7 @@ VALUES: list[Any] = [
     Span(1, parse("2F0"), 0.5, 1.0, 0.0),
     Waiting(1, Channel(0, 1, "F", 0, 1), 3, 2.5),
     Detail("", "float32 (4,)", 7, (1.0, 2.0)),
-    Begun(0, 1.5),
+    WallStart(0, 1.5),
     StepReport({"cost": 1.0}, 0.5, [0.25, 0.75], torch.float64, fingerprint=(True, {0: 17, ("loss", "w"): 3})),
     ReplicaReport(loss=1.0, count=2, more=((1, 2), None)),
 ]

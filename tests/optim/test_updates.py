@@ -21,17 +21,17 @@ def part(value: float) -> tuple[float, torch.dtype]:
 
 
 def test_without_a_limit_nothing_depends_on_other_ranks():
-    verdict = updates().judge([None, None], math.nan)
-    assert (verdict.norm, verdict.applied, verdict.as_is) == (None, True, True)
+    decision = updates().decide([None, None], math.nan)
+    assert (decision.norm, decision.applied, decision.as_is) == (None, True, True)
 
 
 @pytest.mark.parametrize(("limit", "as_is"), [(5.1, True), (4.9, False), (5.0, False)])
 def test_the_norm_of_all_ranks_decides_whether_gradients_stay_as_they_are(limit, as_is):
     """At the limit itself torch's clipping multiplies by a little less than 1: it adds 1e-6 to the norm."""
-    verdict = updates(limit).judge([part(3.0), None, part(4.0)], 1.0)
-    assert verdict.norm.item() == 5.0
-    assert verdict.as_is is as_is
-    assert verdict.applied
+    decision = updates(limit).decide([part(3.0), None, part(4.0)], 1.0)
+    assert decision.norm.item() == 5.0
+    assert decision.as_is is as_is
+    assert decision.applied
 
 
 @pytest.mark.parametrize("limit", [1e-3, 0.4, 0.99, 1.0, 1.0 + 1e-6, 1.01, 7.0])
@@ -40,22 +40,22 @@ def test_as_is_means_that_torch_would_not_change_a_bit(limit):
     parameter.grad = torch.tensor([0.6, 0.8, 0.0])
     before = parameter.grad.clone()
     norm = nn.utils.clip_grad_norm_([parameter], limit)
-    verdict = updates(limit).judge([(norm.item(), norm.dtype)], 0.0)
-    assert verdict.as_is == torch.equal(before, parameter.grad)
+    decision = updates(limit).decide([(norm.item(), norm.dtype)], 0.0)
+    assert decision.as_is == torch.equal(before, parameter.grad)
 
 
 @pytest.mark.parametrize(("norm", "loss"), [(math.inf, 1.0), (math.nan, 1.0), (1.0, math.nan)])
 def test_what_is_not_finite_is_left_out_if_that_is_asked_for(norm, loss):
-    assert not updates(skip_nonfinite=True).judge([part(norm)], loss).applied
-    assert updates(clip=9.0).judge([part(norm)], loss).applied
-    assert updates(skip_nonfinite=True).judge([part(1.0)], None).as_is
+    assert not updates(skip_nonfinite=True).decide([part(norm)], loss).applied
+    assert updates(clip=9.0).decide([part(norm)], loss).applied
+    assert updates(skip_nonfinite=True).decide([part(1.0)], None).as_is
 
 
 def test_an_update_that_is_left_out_drops_its_gradients_and_says_so():
     chosen = updates(skip_nonfinite=True)
     (parameter,) = chosen.optimizer.param_groups[0]["params"]
     parameter.grad = torch.full((2,), math.inf)
-    assert not chosen.apply(chosen.judge([part(math.inf)], 1.0), [parameter])
+    assert not chosen.apply(chosen.decide([part(math.inf)], 1.0), [parameter])
     assert parameter.grad is None
     assert torch.equal(parameter.detach(), torch.ones(2))
 

@@ -7,9 +7,11 @@ bit where gradients are added in the order of microbatches, each replica's first
 from __future__ import annotations
 
 import pytest
-from exactness.cases import TRAINING, WIDE
+from exactness.cases import WIDE
 from parallel.cases import Case, all_pipelined, differences
 from processes import on_processes
+
+from penstock.schedule.builders import TRAINING
 
 
 def check(cases: list[Case]) -> None:

@@ -20,9 +20,10 @@ from penstock.parity_check.uncut import check_close
 from penstock.runtime.engine.stage import Stage, StageInput
 from penstock.runtime.loss.shares import BatchShares
 from penstock.runtime.state.randomness import StepCounter
+from penstock.schedule import FAMILIES
+from penstock.schedule.builders import TRAINING
 
 WIDTH, ROWS, M = 6, 10, 4  # ragged: 3, 3, 2 and 2 rows
-FAMILIES = {"gpipe": 1, "1f1b": 1, "zb-h1": 1, "interleaved-1f1b": 2, "zb-v": 2, "dualpipe-v": 2, "looped-bfs": 2}
 
 
 class Noisy(nn.Module):
@@ -48,7 +49,7 @@ def check(model: Any = None, tolerance: float | None = None, **options: Any) -> 
     options = {"microbatches": M, "loss_fn": F.mse_loss, "seed": 7, "ranks": 2, **options}
     kwargs = {"scale": 0.5} if model is None else {}
     return penstock.parity(
-        model or noisy(2 * FAMILIES.get(options.get("schedule", "1f1b"), 1)),
+        model or noisy(2 * FAMILIES[options.get("schedule", "1f1b")].stages_per_rank),
         torch.randn(ROWS, WIDTH),
         target=torch.randn(ROWS, WIDTH),
         tolerance=tolerance,
@@ -58,15 +59,15 @@ def check(model: Any = None, tolerance: float | None = None, **options: Any) -> 
 
 
 WAYS = ("never", "except_last", "always")
-FEW = [(family, WAYS[row % 3]) for row, family in enumerate(FAMILIES)]  # each family once, and each way
+FEW = [(family, WAYS[row % 3]) for row, family in enumerate(TRAINING)]  # each family once, and each way
 
 
-@pytest.mark.parametrize(("family", "recompute"), mostly_slow(product(FAMILIES, WAYS), *FEW))
+@pytest.mark.parametrize(("family", "recompute"), mostly_slow(product(TRAINING, WAYS), *FEW))
 def test_a_pipeline_is_exact_with_dropout_buffers_extra_losses_and_keywords(family: str, recompute: str) -> None:
     found = check(schedule=family, recompute=recompute)
     assert found.output == found.loss == found.buffer == 0.0
     assert found.exact or (family == "looped-bfs" and found.gradient < 1e-5)
-    stages = 2 * FAMILIES[family]
+    stages = 2 * FAMILIES[family].stages_per_rank
     outputs, extra, buffers, gradients = stages * M, stages * M, 3 * stages * M, 4 * stages * M
     at_the_end = 3 * stages + 4 * stages + 1
     assert found.compared == 2 * (outputs + extra + buffers + gradients + M + at_the_end)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from exactness.cases import TRAINING
 from tiers import mostly_slow
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,6 +14,7 @@ import penstock
 from penstock import Microbatches
 from penstock.errors import RunError
 from penstock.runtime.state import contents
+from penstock.schedule.builders import TRAINING
 
 
 class Layer(nn.Module):

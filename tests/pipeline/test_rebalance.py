@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.errors import UsageError
+from penstock.errors import PenstockError, UsageError
 from penstock.model.balance.proposal import Proposal
 from penstock.schedule import Costs, simulate
 
@@ -191,3 +192,65 @@ def test_what_cannot_be_cut_anew_says_so() -> None:
             pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
         with pytest.raises(UsageError, match="cannot be cut anew"):
             pipe.rebalance(timeline)
+
+
+class Counted(nn.Module):
+    """A layer that counts its microbatches, and refuses those that are not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.isfinite(x).all():
+            raise ValueError("not finite")
+        if self.training:
+            self.seen += 1
+        return torch.tanh(self.linear(x))
+
+
+NEW_CUT = Proposal((2,), (3,), (1.0,) * 6, (2.0,), (1.0,))
+
+
+def in_train_steps(pipe: penstock.Pipeline, data: Any, optimizer: torch.optim.Optimizer, found: list[float]) -> None:
+    for number, result in enumerate(pipe.train_steps(data, optimizer, clip=5.0)):
+        found.append(result.loss.item())
+        if number == 2:  # step 3 has run here as well
+            pipe.apply(NEW_CUT, optimizer)
+
+
+def by_hand(pipe: penstock.Pipeline, data: Any, optimizer: torch.optim.Optimizer, found: list[float]) -> None:
+    for number, (x, y) in enumerate(data):
+        found.append(pipe.step(x, target=y).loss.item())
+        pipe.clip_grad_norm_(5.0)
+        optimizer.step()
+        pipe.zero_grad()
+        if number == 3:
+            pipe.apply(NEW_CUT, optimizer)
+
+
+def moved_between_steps(overlapped: bool) -> tuple[list[float], list[torch.Tensor]]:
+    """Five steps, a new cut after the fourth, whose gradients are clipped, and a step that fails in its second half."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Counted() for _ in range(6)))
+    data = [(torch.randn(4, 4), torch.randn(4, 4)) for _ in range(6)]
+    data[3][1].mul_(50)
+    data[5][0][2:] = torch.nan
+    found: list[float] = []
+    with penstock.Pipeline(net, balance=[2, 4], microbatches=2, loss_fn=F.mse_loss, timeout=30) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.05)
+        with pytest.raises(PenstockError, match="not finite"):
+            (in_train_steps if overlapped else by_hand)(pipe, data, optimizer, found)
+        return found, list(pipe.full_state_dict().values())
+
+
+def loops_with_a_move() -> list[tuple[list[float], list[torch.Tensor]]]:
+    return [moved_between_steps(overlapped) for overlapped in (False, True)]
+
+
+def test_a_new_cut_inside_of_train_steps_waits_for_the_steps_before_it_and_holds_for_those_after_it() -> None:
+    """It moved weights whose update was still to be taken back, and a later step that failed undid the old stages."""
+    for (losses, state), (found, state_found) in on_processes(2, loops_with_a_move):
+        assert found == losses[: len(found)]
+        assert all(torch.equal(one, other) for one, other in zip(state, state_found, strict=True))

@@ -19,11 +19,11 @@ from torch.profiler import ProfilerActivity, profile
 import penstock
 from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.engine import executor
-from penstock.schedule import Schedule, Timeline, simulate
+from penstock.schedule import FAMILIES, Schedule, Timeline, simulate
+from penstock.schedule.builders import TRAINING
 from penstock.schedule.dependencies import makes, needs
 
 WIDTH, M = 6, 4
-FAMILIES = {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2, "zb-v": 2, "dualpipe-v": 2}
 TICK = 1e-4  # seconds: what reading a clock twice may differ by
 
 
@@ -34,7 +34,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 def pipeline(family: str = "1f1b", ranks: int = 2, **options: Any) -> penstock.Pipeline:
     torch.manual_seed(0)
-    stages: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(ranks * FAMILIES[family])]
+    stages: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(ranks * FAMILIES[family].stages_per_rank)]
     return penstock.Pipeline(
         stages, schedule=family, ranks=ranks, microbatches=M, loss_fn=nn.functional.mse_loss, **options
     )
@@ -77,7 +77,7 @@ def check(timeline: Timeline, schedule: Schedule) -> None:
     assert timeline.critical_path
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINING)
 def test_on_threads_there_is_one_span_for_each_compute_in_the_order_of_the_schedule(family: str) -> None:
     timeline = recorded(family, 2, transport="threads")
     check(timeline, timeline.schedule)
@@ -117,7 +117,7 @@ def test_a_rank_that_does_not_record_is_named(two_processes: list[Any]) -> None:
     assert "rank 1 did not record the step" in two_processes[0][2]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TRAINING)
 def test_a_simulation_and_a_record_can_be_laid_over_each_other(family: str) -> None:
     measured = recorded(family, 2, transport="threads")
     predicted = simulate(measured.schedule)
@@ -193,7 +193,7 @@ def test_not_recording_reads_no_clock_and_keeps_no_span(monkeypatch: pytest.Monk
         monkeypatch.setattr(executor, "Span", never)
         monkeypatch.setattr(executor.Executor, "_timed", never)
         pipe.step(x, target=y)
-        assert all(each.report.spans is None for each in pipe.deployment.ranks.executors.values())
+        assert all(each.computations.report.spans is None for each in pipe.deployment.ranks.executors.values())
 
 
 def test_recording_changes_no_number() -> None:

@@ -28,11 +28,11 @@ import penstock
 from penstock.errors import PenstockError, UsageError
 from penstock.optim.snapshot import UpdateSnapshot
 from penstock.schedule import FAMILIES, Action, Op, Schedule, search
+from penstock.schedule.builders import TRAINING
 
 WIDTH = 6
 STEPS = 5
 SEARCHED: dict[str, Any] = {"memory": 2, "stages_per_rank": 4, "placements": "v", "objective": "steady", "effort": 40}
-TRAINING = [name for name in FAMILIES if name != "forward-only"]
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(
         parameters, lr=torch.tensor(0.1, dtype=torch.float64), momentum=0.9, nesterov=True, foreach=True
@@ -266,17 +266,27 @@ def between(folder: str) -> dict[str, Any]:
 
 def failing(action_of: str, number: int, clip: float | None = None) -> tuple[list[str], list[str], str]:
     """Rank 1 fails in the step of that number, counted from 0: what is raised, its notes, and whether one can go on."""
+    store, key = dist.distributed_c10d._get_default_store(), f"ahead of {action_of} {number} {clip}"
     with pipeline("zb-h2", transport="shared") as pipe:
         row = [action for action in pipe.program.rows[1] if str(action.op.name) == action_of[0]]
-        where, calls = row[int(action_of[1:])], [0]
+        where, calls, began = row[int(action_of[1:])], [0], [0]
+
+        def forward(action: Action, context: Any) -> None:
+            began[0] += pipe.rank == 0 and action.microbatch == 0
+            if began[0] == number + 2:
+                store.set(key, "yes")
+            context.run(action)
 
         def breaks(action: Action, context: Any) -> None:
             if pipe.rank == 1 and action == where:
                 calls[0] += 1
                 if calls[0] == number + 1:
+                    if action.op is Op.W:  # which no other rank waits for: they are to be in the next step by then
+                        store.wait([key], timedelta(seconds=TIMEOUT))
                     raise ValueError("broken on purpose")
             context.run(action)
 
+        pipe.register("F", forward)
         pipe.register(action_of[0], breaks)
         optimizer, results = OPTIMIZERS["sgd"](pipe.parameters()), []
         try:

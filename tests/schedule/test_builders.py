@@ -11,6 +11,7 @@ from tiers import mostly_slow, tiers
 
 from penstock.errors import UsageError
 from penstock.schedule import FAMILIES, Op, build, family, lower, simulate, verify
+from penstock.schedule.builders import TRAINING
 from penstock.schedule.builders.one_f_one_b import rounds
 
 SIZES = [(ranks, microbatches) for ranks in range(1, 9) for microbatches in range(1, 25)]
@@ -29,7 +30,7 @@ def build_and_prove(name: str, ranks: int, microbatches: int, stages_per_rank: i
     schedule = build(name, ranks, microbatches, stages_per_rank)
     assert (schedule.ranks, schedule.microbatches) == (ranks, microbatches)
     assert schedule.stages == ranks * stages_per_rank
-    assert schedule.forward_only == (name == "forward-only")
+    assert schedule.forward_only == (name not in TRAINING)
     verify(schedule)
     window = (ranks + microbatches + stages_per_rank) % 4  # by turns with messages alone, or with shards as well
     verify(lower(schedule) if window == 0 else lower(schedule, reduce=True, window=window))
@@ -70,6 +71,25 @@ def test_skip_edges_are_built_and_proved(name: str) -> None:
         schedule = build(name, 4, 5, stages_per_rank, skips=[(0, last), (1, last), (0, 2)])
         verify(schedule)
         verify(lower(schedule, reduce=True, window=2))
+
+
+# -- what the table says of them, and what follows from their orders
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_says_truly_which_one_it_is_with_one_stage_per_rank(name: str) -> None:
+    same = FAMILIES[name].as_one_stage
+    for ranks, microbatches in ((1, 2), (3, 5), (4, 9)) if same else ():
+        found, wanted = build(name, ranks, microbatches, 1), build(same, ranks, microbatches)
+        assert list(found.rows) == list(wanted.rows)
+
+
+def test_what_a_family_is_like_follows_from_its_order() -> None:
+    full = [name for name, entry in FAMILIES.items() if entry.has_full_backwards]
+    assert full == ["gpipe", "1f1b", "looped-bfs", "interleaved-1f1b", "dualpipe-v"]
+    first = [name for name, entry in FAMILIES.items() if entry.runs_forwards_first]
+    assert first == ["gpipe", "looped-bfs", "forward-only"]
+    assert set(FAMILIES) - set(TRAINING) == {"forward-only"}
 
 
 # -- names

@@ -59,7 +59,6 @@ class Calls:
         every = (stage for executor in self.ranks.executors.values() for stage in executor.stages.values())
         self.stages += [stage for stage in every if isinstance(stage, AttachedStage)]
         self.one_path = not any(part.reads_inputs for part in split.parts)  # whatever the batch is like
-        self._transaction = self.ranks.guard(atomic=False)
 
     def programs(self, count: int) -> tuple[Schedule, Schedule]:
         """The forward part and the backward part of the schedule, proved as one."""
@@ -93,7 +92,7 @@ class Calls:
 
     def undone_if_it_fails(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Any:
         """The model's output for one batch; a call that fails leaves the model as it was."""
-        with self.turn, self._transaction(training=True):
+        with self.turn, self.ranks.transactions[0](training=True):
             return self(args, kwargs, training)
 
 

@@ -21,14 +21,14 @@ from penstock.optim.norms import like, local_of
 from penstock.runtime.transport import Channel, Transport
 from penstock.schedule import Placement
 
-# a number among the split's holdings, which begin with the stages; and a parameter's name there
+# a number among the holdings of a staged model, which begin with the stages; and a parameter's name there
 ParameterUse = tuple[int, str]
 
 
-def tied_places(split: StagedModel) -> list[list[ParameterUse]]:
+def tied_places(staged: StagedModel) -> list[list[ParameterUse]]:
     """Where each parameter stands that stands in several stages."""
     places: dict[int, list[ParameterUse]] = {}
-    for number, holding in enumerate(split.holdings()):
+    for number, holding in enumerate(staged.holdings()):
         for name, parameter in holding.module.named_parameters():
             places.setdefault(id(parameter), []).append((number, name))
     return [group for group in places.values() if len(group) > 1]
@@ -39,7 +39,7 @@ class TiedParameters:
 
     def __init__(
         self,
-        split: StagedModel,
+        staged: StagedModel,
         placement: Placement,
         transport: Transport | None,
         places: Iterable[Sequence[ParameterUse]],
@@ -50,7 +50,7 @@ class TiedParameters:
         self._second: set[int] = set()  # copies that another rank counts
         if transport is None:
             return
-        holdings = split.holdings()
+        holdings = staged.holdings()
         for group in self.places:
             rank_of = {number: placement.rank_of(holdings[number].stage) for number, _ in group}
             ranks = tuple(sorted(set(rank_of.values())))

@@ -1,8 +1,8 @@
 """One update of the weights: clipped by the norm of all gradients, left out where that is not finite.
 
 An update may depend on all ranks, through the norm. What each rank knows by itself is its own part of the norm; what
-all ranks make of the parts together is a `Verdict`, the same on every rank. Nearly always the verdict changes nothing:
-the norm is finite and below the limit. `Verdict.as_is` says so, and it is what an early update counts on.
+all ranks make of the parts together is an `UpdateDecision`, the same on every rank. Nearly always it changes nothing:
+the norm is finite and below the limit. `UpdateDecision.as_is` says so, and it is what an early update counts on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ORDER = 2.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class UpdateDecision:
     """What all ranks together make of one update.
 
     Attributes:
@@ -69,25 +69,25 @@ class Updates:
         optimizer = self.optimizer
         return not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
-    def judge(self, parts: Sequence[PartialNorm | None], loss: float | None) -> Verdict:
+    def decide(self, parts: Sequence[PartialNorm | None], loss: float | None) -> UpdateDecision:
         """What to do, from every rank's part of the norm and the loss of the batch."""
         if not self.depends_on_all:
-            return Verdict(None, True, True)
+            return UpdateDecision(None, True, True)
         norm = join_norms(parts, ORDER)
         finite = bool(torch.isfinite(norm)) and (loss is None or math.isfinite(loss))
         applied = finite or not self.skip_nonfinite
-        return Verdict(norm, applied, applied and (self.clip is None or _leaves_alone(norm, self.clip)))
+        return UpdateDecision(norm, applied, applied and (self.clip is None or _leaves_alone(norm, self.clip)))
 
-    def apply(self, verdict: Verdict, parameters: Sequence[nn.Parameter], scaler: Any = None) -> bool:
-        """Update the weights as judged, and drop the gradients of all these parameters and of the optimizer's; returns
+    def apply(self, decision: UpdateDecision, parameters: Sequence[nn.Parameter], scaler: Any = None) -> bool:
+        """Update the weights as decided, and drop the gradients of all these parameters and of the optimizer's; returns
         whether the weights were updated.
 
         A loss scaler, which has unscaled the gradients, leaves out what overflowed.
         """
         scale = 0.0 if scaler is None else scaler.get_scale()
-        if verdict.applied:
-            if self.clip is not None and verdict.norm is not None:
-                scale_down(parameters, self.clip, verdict.norm, None)
+        if decision.applied:
+            if self.clip is not None and decision.norm is not None:
+                scale_down(parameters, self.clip, decision.norm, None)
             if scaler is None:
                 self.optimizer.step()
             else:
@@ -98,10 +98,10 @@ class Updates:
             self.scheduler.step()
         for parameter in (*parameters, *parameters_of(self.optimizer)):
             parameter.grad = None
-        return verdict.applied and (scaler is None or scaler.get_scale() >= scale)
+        return decision.applied and (scaler is None or scaler.get_scale() >= scale)
 
 
-AS_IS = Verdict(None, True, True)  # what an early update counts on
+AS_IS = UpdateDecision(None, True, True)  # what an early update counts on
 
 
 def _leaves_alone(norm: Tensor, limit: float) -> bool:

@@ -20,7 +20,7 @@ from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.first_inputs import carry_batch
 from penstock.pipeline.model_state.state import ModelState
 from penstock.runtime.batch.batch_options import BatchOptions
-from penstock.runtime.batch.fingerprint import GivenBatch, Key, sample_given
+from penstock.runtime.batch.fingerprint import FingerprintedBatch, Key, fingerprint_batch
 from penstock.runtime.batch.lengths import LengthPlan, PlanSplitter, merge_by_plan
 from penstock.runtime.batch.microbatch import Batch, Microbatches, check_is_data, check_labels, count_for, split_batch
 from penstock.runtime.batch.outputs import merge
@@ -148,7 +148,7 @@ class Batches:
             shares = weighed = BatchShares(self.weighing, batch, replicas, training)
             if training or batch.has_target or self.loss_fn is None:
                 check = self.checks.begin(batches[ranks.last.rank], weighed)
-        sampled = self._sample_given(call)
+        fingerprinted = self._fingerprint(call)
         recomputed = {"never": 0, "except_last": count - 1, "always": count}[self._recompute] if training else 0
         scaler = self.state.scaler if training else None
         return {
@@ -166,7 +166,7 @@ class Batches:
                 recompute_stages=deployment.programs.schedule.recompute if training else frozenset(),
                 replicas=replicas.replicas,
                 steps=deployment.counter.step,
-                sampled=sampled,
+                fingerprinted=fingerprinted,
                 readers=self._readers if self.options.inputs == "every" else None,
             )
             for rank, own in batches.items()
@@ -202,13 +202,13 @@ class Batches:
         }
         return (args, kwargs, call.target, dict(call.loss_kwargs)) if is_last else (args, kwargs, None, {})
 
-    def _sample_given(self, call: Call) -> GivenBatch | None:
+    def _fingerprint(self, call: Call) -> FingerprintedBatch | None:
         """On processes: checksums of what this rank was given; of all numbers until a call of its kind succeeds."""
         transport = self.deployment.world.transport
         if transport is None or transport.ranks == 1:
             return None
         complete = call.training not in self._compared
-        return sample_given(call.args, call.kwargs, call.target, call.loss_kwargs, transport.exchanges, complete)
+        return fingerprint_batch(call.args, call.kwargs, call.target, call.loss_kwargs, transport.exchanges, complete)
 
     def _readers(self, name: Key) -> set[int]:
         """The ranks whose stages read this argument of a step."""

@@ -76,22 +76,22 @@ class Construction:
         )
         return replace(cut, loss=loss_holding(asked.loss_fn, cut))
 
-    def deploy(self, cut: StagedModel) -> Deployment:
+    def deploy(self, staged: StagedModel) -> Deployment:
         """The stages on their ranks, with the programs that run them."""
         asked, composition = self._given, self.composition
-        composition.look_at(cut.parts)
-        chosen = self._choose(cut.topology, self._count)
+        composition.look_at(staged.parts)
+        chosen = self._choose(staged.topology, self._count)
         programs = Programs(
             chosen,
             lambda count: self._choose(deployment.staged.topology, count),
             composition.lowered,
-            lambda always: whole_stages(cut.parts, always=always),
+            lambda always: whole_stages(staged.parts, always=always),
         )
         counter = StepCounter(torch.initial_seed() if asked.seed is None else asked.seed)
         places = {rank: torch.device(device) for rank, device in enumerate(asked.devices or ())}
         transports = self.world.transports(chosen.ranks, asked.devices)
-        local = LocalRanks(cut, chosen.placement, transports, counter, places)
+        local = LocalRanks(staged, chosen.placement, transports, counter, places, atomic=asked.atomic)
         local.precision = self._precision
         local.keeps_casts = composition.replicate != "fsdp"
-        deployment = Deployment(self.world, cut, programs, local, counter, places)
+        deployment = Deployment(self.world, staged, programs, local, counter, places)
         return deployment

@@ -118,7 +118,7 @@ class Pipeline:
     ) -> None:
         given = with_plan(dict(locals()))
         check_arguments(model, given)
-        self.recompute, self.atomic = given["recompute"], atomic
+        self.recompute = given["recompute"]
         construction = Construction(given)
         self.composition, self._settings, world = construction.composition, construction.settings, construction.world
         with world.building():
@@ -142,7 +142,7 @@ class Pipeline:
             deployment.replication = self.composition.build(self, tied)
             world.built()
         deployment.ranks.track_changes()  # shards, or values for what had none, have taken the place of parameters
-        self.tie(tied)
+        self.follow_cut(tied)
         with world.calling("Pipeline()"):
             deployment.tied.make_equal()
         if construction.measures:
@@ -152,8 +152,8 @@ class Pipeline:
         self._recorder: Recorder | None = None
         self._recorded: Timeline | None = None
 
-    def tie(self, tied: Sequence[Sequence[tuple[int, str]]]) -> None:
-        """Set up what follows from the cut: tied parameters, leaves of other ranks, what a failed step restores.
+    def follow_cut(self, tied: Sequence[Sequence[tuple[int, str]]]) -> None:
+        """Set up what follows from the cut: tied parameters, and leaves of other ranks.
 
         Args:
             tied: Groups of (stage, name) that are one parameter.
@@ -165,7 +165,6 @@ class Pipeline:
             (executor,) = deployment.ranks.executors.values()
             replicated = deployment.replication.replicas > 1
             watch_leaves(executor.stages, deployment.staged, deployment.placement, self.loss_fn, replicated)
-        self._spare_transaction, self._transaction = (deployment.ranks.guard(self.atomic) for _ in range(2))
 
     def facts(self) -> dict[str, tuple[str, str]]:
         """Facts about model, schedule and settings that must be equal on every rank."""
@@ -251,13 +250,13 @@ class Pipeline:
                 self._take_count(self.batches.take_lengths(call))
             program = deployment.programs.program
             set_aside = deployment.replication.sets_aside
-            with self._transaction(training=True, set_aside=set_aside, loss_fn=self.loss_fn):
-                begun = None if self._recorder is None else self._recorder.begin()
+            with deployment.ranks.transactions[0](training=True, set_aside=set_aside, loss_fn=self.loss_fn):
+                wall_start = None if self._recorder is None else self._recorder.begin()
                 tied = deployment.tied.summed() if deployment.tied.groups else nullcontext()
                 with tied, deployment.replication.step(program, training=True) as replica:
                     with deployment.ranks.step():
                         given = self.batches.resolve(call, program.microbatches)
-                        reports = deployment.ranks.run(program, given, record=begun)
+                        reports = deployment.ranks.run(program, given, wall_start=wall_start)
                     replica.end(reports)
                 deployment.ranks.end_batch()
                 deployment.counter.step += 1
@@ -305,18 +304,14 @@ class Pipeline:
             self.deployment,
             self.batches,
             self.state,
-            begin=lambda: self.deployment.ranks.begin(),
             together=self._step_of,
             take_count=self._take_count,
-            transactions=(self._transaction, self._spare_transaction),
-            loss_fn=lambda: self.loss_fn,
             is_recording=lambda: self._recorder is not None,
         )
         return self._train_steps(StepLoop(parts, updates), batches)
 
     def _step_of(self, call: Call) -> StepResult:
-        with self.deployment.ranks.in_call(call.name):
-            return self.step(*call.args, target=call.target, loss_kwargs=call.loss_kwargs, **call.kwargs)
+        return self.step(*call.args, target=call.target, loss_kwargs=call.loss_kwargs, **call.kwargs)
 
     def _train_steps(self, loop: StepLoop, batches: Iterable[Any]) -> Iterator[TrainedStep]:
         self._check_open()  # a loop that was left may have an update to check
@@ -382,7 +377,7 @@ class Pipeline:
         with deployment.ranks.in_call(call.name):
             self._begin()
             program = deployment.programs.inference(self.batches.count(call), deployment.replication.lowered)
-            with self._transaction(training=False, loss_fn=self.loss_fn) as before:
+            with deployment.ranks.transactions[0](training=False, loss_fn=self.loss_fn) as before:
                 evaluating = deployment.ranks.evaluating(holding.module for holding in deployment.holdings())
                 with evaluating, deployment.replication.step(program, training=False) as replica:
                     with deployment.ranks.step():
@@ -604,6 +599,7 @@ class Pipeline:
         """
         if not isinstance(proposal, Proposal):
             raise UsageError(f"proposal={proposal!r}: pass what pipe.rebalance(timeline) returns")
+        self._check_open()
         if apply_cut(self, proposal, optimizer):
             self._recorded = None  # it was of the cut before
 

@@ -34,18 +34,18 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 Groups = list[tuple[torch.optim.Optimizer, dict[str, Any]]]  # of parameters, each with its optimizer
 
 
-def propose_cut(split: StagedModel, timeline: Timeline | None) -> Proposal:
+def propose_cut(staged: StagedModel, timeline: Timeline | None) -> Proposal:
     """What a measured step says about the cut; the same on every rank."""
-    if split.recut is None:
-        raise UsageError(f"{split.how}: that cannot be cut anew; pass an nn.Sequential, or a module with example=")
+    if staged.recut is None:
+        raise UsageError(f"{staged.how}: that cannot be cut anew; pass an nn.Sequential, or a module with example=")
     if timeline is None:
         raise UsageError("nothing was measured with this cut; run a step inside `with pipe.record():` first")
     if not isinstance(timeline, Timeline):
         raise UsageError(f"timeline={timeline!r}: pass what `with pipe.record() as timeline:` gives")
     if not timeline.spans:
         raise UsageError("the timeline is empty; run a step inside `with pipe.record() as timeline:` first")
-    weights = [float(weight.milliseconds or weight.parameters) for weight in split.weights]
-    return propose(weights, split.cuts, timeline, allowed=split.allowed or None)
+    weights = [float(weight.milliseconds or weight.parameters) for weight in staged.weights]
+    return propose(weights, staged.cuts, timeline, allowed=staged.allowed or None)
 
 
 def move_state(
@@ -165,5 +165,5 @@ def apply_cut(pipe: Pipeline, proposal: Proposal, optimizer: Optimizers) -> bool
     deployment.ranks = deployment.ranks.successor(after, schedule.placement)
     deployment.put_on_devices()
     deployment.ranks.track_changes()
-    pipe.tie(tied_places(after))
+    pipe.follow_cut(tied_places(after))
     return True

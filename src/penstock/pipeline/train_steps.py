@@ -45,7 +45,7 @@ from typing import Any
 
 from penstock.optim.scaler import GradScaler
 from penstock.optim.snapshot import UpdateSnapshot
-from penstock.optim.updates import AS_IS, ORDER, Updates, Verdict
+from penstock.optim.updates import AS_IS, ORDER, UpdateDecision, Updates
 from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.model_state.state import ModelState
@@ -53,7 +53,6 @@ from penstock.pipeline.trained_step import CALL, Abandoned, FailedHere, TrainedS
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import EndedStep, StepResult, replica_report, result_of
 from penstock.runtime.engine.step_input import Refused
-from penstock.runtime.state.transaction import Transaction
 from penstock.schedule import Schedule, verify
 
 TRUST = 4  # right guesses in a row, after a wrong one, before updates are made early again
@@ -67,11 +66,8 @@ class StepParts:
     deployment: Deployment
     batches: Batches
     state: ModelState
-    begin: Callable[[], None]  # before each step
     together: Callable[[Call], StepResult]  # a step that ends on all ranks together
     take_count: Callable[[int | None], None]  # of microbatches, where the batch says how many
-    transactions: tuple[Transaction, Transaction]  # around a step and the next one: each is undone if it fails
-    loss_fn: Callable[[], Any]  # as it is now
     is_recording: Callable[[], bool]
 
 
@@ -169,14 +165,14 @@ class StepLoop:
             if updates.depends_on_all:
                 norm = state.grad_norm(ORDER)
                 parts = [(norm.item(), norm.dtype)]
-            verdict = updates.judge(parts, None if result.loss is None else result.loss.item())
-            self._done.append(trained(result, verdict, self._update(verdict), why))
+            decision = updates.decide(parts, None if result.loss is None else result.loss.item())
+            self._done.append(trained(result, decision, self._update(decision), why))
 
     def _scaler(self) -> GradScaler | None:
         scaler = self._parts.state.scaler
         return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
 
-    def _update(self, verdict: Verdict, again: bool = False) -> bool:
+    def _update(self, decision: UpdateDecision, again: bool = False) -> bool:
         """Update the weights, `again` where a wrong update is to be taken back first.
 
         Until that is done, this rank has not completed the step: a rank that stops in between is found out by the
@@ -185,7 +181,7 @@ class StepLoop:
         counter, state = self._parts.deployment.counter, self._parts.state
         counter.step -= 1
         with self._snapshot.again() if again else nullcontext():
-            updated = self._updates.apply(verdict, list(state.parameters()), self._scaler())
+            updated = self._updates.apply(decision, list(state.parameters()), self._scaler())
         counter.step += 1
         return updated
 
@@ -213,7 +209,7 @@ class StepLoop:
         waits = depends and self._right < TRUST
         mine = self._run(call, waits, refused)
         if waits:
-            self._update(mine.verdict)
+            self._update(mine.decision)
             return
         self._uncollected = mine
         mine.can_be_undone = depends and not had_gradients
@@ -232,13 +228,13 @@ class StepLoop:
         With `waits`, all reports of this one are collected too. What is `refused` is not run, but told to all ranks.
         """
         parts, deployment = self._parts, self._parts.deployment
-        parts.begin()
+        deployment.ranks.begin()
         parts.take_count(parts.batches.take_lengths(call, alone=True))
-        program, transaction = self._program(), parts.transactions[self._number % 2]
+        program, transaction = self._program(), deployment.ranks.transactions[self._number % 2]
         failed = None if self._uncollected is None else self._uncollected.ended.failure
         mine: UncollectedStep
         try:
-            with transaction(training=True, loss_fn=parts.loss_fn()):
+            with transaction(training=True, loss_fn=parts.batches.loss_fn):
                 ended = self._run_without_exchange(call, program, refused or failed)
                 mine = UncollectedStep(self._number, ended, program.microbatches, transaction)
                 try:
@@ -294,7 +290,7 @@ class StepLoop:
             explain(error, before)
             abandoned = Abandoned(error)
         self._uncollected = None
-        if abandoned is None and not before.verdict.as_is:
+        if abandoned is None and not before.decision.as_is:
             abandoned = Abandoned(None)
         if abandoned is not None:
             if runs and before.ended.told and transport.broken is None:  # so all ranks know, and do the same
@@ -302,19 +298,19 @@ class StepLoop:
             raise abandoned
 
     def _read(self, step: UncollectedStep, together: str = "") -> None:
-        """The reports of a step, as its verdict and its result; raises what went wrong anywhere."""
+        """The reports of a step, as its decision and its result; raises what went wrong anywhere."""
         reports = step.ended.reports()
         result = result_of(reports, [replica_report(reports, step.count)], None)
         loss = None if result.loss is None else result.loss.item()
-        step.verdict = self._updates.judge([report.norm for report in reports], loss)
-        self._right = self._right + 1 if step.verdict.as_is else 0
-        self._done.append(trained(result, step.verdict, step.verdict.applied, together))
+        step.decision = self._updates.decide([report.norm for report in reports], loss)
+        self._right = self._right + 1 if step.decision.as_is else 0
+        self._done.append(trained(result, step.decision, step.decision.applied, together))
 
     def _make_right(self, before: UncollectedStep, abandoned: Abandoned) -> None:
         """Where a step was updated wrongly, make the right update; where it failed elsewhere, undo it, and raise."""
         error = abandoned.error
         if error is None:
-            self._update(before.verdict, again=True)
+            self._update(before.decision, again=True)
             return
         if before.ended.told and before.ended.failure is None and before.can_be_undone:
             self._undo(before, error)

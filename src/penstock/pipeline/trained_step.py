@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from penstock.optim.updates import AS_IS, Verdict
+from penstock.optim.updates import AS_IS, UpdateDecision
 from penstock.runtime.engine.report import EndedStep, StepResult
 from penstock.runtime.state.transaction import Transaction
 
@@ -40,7 +40,7 @@ class UncollectedStep:
     ended: EndedStep
     count: int  # of microbatches
     transaction: Transaction
-    verdict: Verdict = AS_IS
+    decision: UpdateDecision = AS_IS
     can_be_undone: bool = False  # with its update
 
 
@@ -60,10 +60,10 @@ class FailedHere(Exception):
     """Ends a step that has failed on this rank inside its transaction; what is raised comes with the reports."""
 
 
-def trained(result: StepResult, verdict: Verdict, updated: bool, together: str = "") -> TrainedStep:
+def trained(result: StepResult, decision: UpdateDecision, updated: bool, together: str = "") -> TrainedStep:
     """The result of a step with what became of its update."""
     values = {each.name: getattr(result, each.name) for each in fields(StepResult)}
-    return TrainedStep(**values, norm=verdict.norm, updated=updated, together=together)
+    return TrainedStep(**values, norm=decision.norm, updated=updated, together=together)
 
 
 def explain(error: BaseException, step: UncollectedStep) -> None:

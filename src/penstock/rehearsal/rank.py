@@ -122,7 +122,7 @@ class RehearsedRank:
             for stage in stages.values():
                 stage.step = step
             try:
-                reports = executor.run(program, self._given()).reports()
+                reports = executor.run(program, self._given(), together=True).reports()
             except (PenstockError, InjectedError) as error:
                 if time.over:  # the rehearsal has ended, and this task with it
                     return
@@ -133,8 +133,6 @@ class RehearsedRank:
                 last = reports[placement.rank_of(program.stages - 1)]
                 gradients = {index: stage.gradient for index, stage in stages.items()}
                 self.done[step] = StepDone(last.loss, last.losses_by_number, gradients)
-            finally:
-                executor.running = False
         self.ended = True
         setting.unsettled.discard(self.rank)
 

@@ -257,8 +257,8 @@ class TrainedRank(RehearsedRank):
         def compute(stage: int, microbatch: int) -> None:
             if op is not Op.W:
                 executor.mailbox.fetch("F" if op is Op.F else "B", stage, microbatch)
-            given = executor.computations.given
-            self._step = -1 if given.steps is None or not given.training else given.steps
+            step_input = executor.computations.step_input
+            self._step = -1 if step_input.steps is None or not step_input.training else step_input.steps
             self._spend(op, stage, microbatch)
             function(stage, microbatch)
 

@@ -171,7 +171,7 @@ class _Trial:
         share, left = divmod(self.schedule.stages, self.schedule.ranks)
         skips = self.schedule.topology.skips
         for name in names:
-            if name not in FAMILIES or left or name == "forward-only":
+            if name not in FAMILIES or left or not FAMILIES[name].trains:
                 continue
             try:
                 other = build(name, self.schedule.ranks, microbatches, share, skips=skips)

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.backward.products import DeferringMode
-from penstock.runtime.backward.stage_parameters import StageParameters
+from penstock.runtime.backward.deferring_mode import DeferrableParameters, DeferringMode
 
 MICROBATCHES = 3
 
@@ -74,7 +73,7 @@ def check(
     """Run `module` plain and split; everything must agree. Returns how many operations waited in the last one."""
     plain, split = copy.deepcopy(module), copy.deepcopy(module)  # neither with gradients of an earlier check
     plain_hooks, split_hooks = count_hooks(plain), count_hooks(split)
-    parameters = StageParameters()
+    parameters = DeferrableParameters()
     pending = 0
     for microbatch in range(microbatches):
         given = list(inputs())

@@ -11,14 +11,14 @@ from torch import nn
 
 import penstock
 from penstock.runtime.batch.comparison import different_batches, unlike
-from penstock.runtime.batch.fingerprint import SAMPLE, WHOLE, sample_given
+from penstock.runtime.batch.fingerprint import SAMPLE, WHOLE, fingerprint_batch
 
 LARGE = 3 * WHOLE  # numbers
 
 
 def difference(one: Any, other: Any, turn: int = 0, whole: bool = True) -> str:
     """What two ranks say of a batch of which each has one."""
-    seen = [sample_given((each,), {}, None, {}, turn, whole) for each in (one, other)]
+    seen = [fingerprint_batch((each,), {}, None, {}, turn, whole) for each in (one, other)]
     odd = unlike([each.fingerprint() for each in seen])
     return different_batches([each.details(odd) for each in seen])
 
@@ -116,7 +116,7 @@ def test_plain_values_count_and_what_cannot_be_compared_does_not() -> None:
 def test_a_batch_is_seen_as_it_was_given_and_not_as_a_stage_has_changed_it() -> None:
     for size in (8, LARGE):
         values = torch.randn(size)
-        seen = sample_given((values,), {}, None, {}, 0, False)
-        before = sample_given((values.clone(),), {}, None, {}, 0, False)
+        seen = fingerprint_batch((values,), {}, None, {}, 0, False)
+        before = fingerprint_batch((values.clone(),), {}, None, {}, 0, False)
         values.zero_()
         assert seen.fingerprint() == before.fingerprint()

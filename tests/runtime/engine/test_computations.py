@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 import torch
-from exactness.cases import TRAINING
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.errors import PeerFailure
 from penstock.schedule import Schedule, build
+from penstock.schedule.builders import TRAINING
 
 
 class Counted(nn.Module):

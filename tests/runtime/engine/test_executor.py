@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from processes import on_processes
 from runtime.engine.numbers import WIDTH, numbers, pipeline, same, stages
 from torch import Tensor
 from torch.nn import functional as F
 
 import penstock
+from penstock.errors import PeerFailure
 from penstock.runtime.engine.handlers import Context
+from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.schedule import Action, Op, Schedule, build, lower
 
 
@@ -107,3 +113,38 @@ def test_a_schedule_with_any_placement_runs() -> None:
         pipe.step(x, target=x)
     pairs = zip(found.parameters(), wanted.parameters(), strict=True)
     assert all(torch.equal(a.grad, b.grad) for a, b in pairs if a.grad is not None and b.grad is not None)
+
+
+@uninterrupted
+def ctrl_c_in_a_message() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupted(recorded: bool) -> list[str]:
+    """The forwards of rank 0 in a step whose first send Ctrl-C arrives in."""
+    seen: list[str] = []
+    with penstock.Pipeline(stages(2), microbatches=4, loss_fn=F.mse_loss, timeout=30) as pipe:
+        x = torch.ones(8, WIDTH)
+        pipe.step(x, target=x)
+
+        def forward(action: Action, context: Context) -> None:
+            seen.append(str(action))
+            context.run(action)
+
+        def send(action: Action, context: Context) -> None:
+            if pipe.rank == 0:
+                ctrl_c_in_a_message()
+            context.run(action)
+
+        pipe.register("F", forward)
+        pipe.register("SEND_F", send)
+        expected = KeyboardInterrupt if pipe.rank == 0 else PeerFailure
+        with pytest.raises(expected), pipe.record() if recorded else nullcontext():
+            pipe.step(x, target=x)
+    return seen
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_ctrl_c_that_comes_in_a_message_is_raised_before_the_next_action(recorded: bool) -> None:
+    """Steps inside of record() ran in a loop of their own, which did not look for it until the step's end."""
+    assert on_processes(2, interrupted, recorded)[0] == ["0F0"]

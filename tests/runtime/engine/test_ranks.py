@@ -17,7 +17,7 @@ from faults.traps import batch, differing, plain_gradients, trap_of
 from tiers import mostly_slow
 
 from penstock.errors import RunError
-from penstock.runtime.engine import ranks as crew
+from penstock.runtime.engine import rank_threads
 from penstock.runtime.engine.ranks import calling
 from penstock.runtime.transport import ThreadTransport
 
@@ -74,7 +74,7 @@ def test_a_stalled_rank_is_named_at_the_timeout(stage: int, warm: bool) -> None:
 def test_a_rank_that_does_not_come_back_does_not_hold_the_step_nor_spoil_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(crew, "GRACE", 0.5)
+    monkeypatch.setattr(rank_threads, "GRACE", 0.5)
     release = threading.Event()
     with no_thread_left(), pipeline(timeout=1.5) as pipe:
         assert_clean(pipe)

@@ -7,7 +7,6 @@ from itertools import product
 
 import pytest
 import torch
-from exactness.cases import TRAINING
 from tiers import mostly_slow
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.errors import PeerFailure
 from penstock.runtime.state.randomness import GeneratorLock, seed_of
+from penstock.schedule.builders import TRAINING
 
 
 class Noise(nn.Module):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from deadlines import TIMEOUT
-from exactness.cases import TRAINING
 from faults.undo import WIDTH, Boom, Fault, batch, differences, fail, pipeline, state, trained
 from processes import on_processes
 from tiers import mostly_slow, slow_if
@@ -18,9 +17,10 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import PeerFailure, RunError, UsageError
-from penstock.runtime.engine import ranks as crew
+from penstock.runtime.engine import rank_threads
 from penstock.runtime.engine.handlers import Context
 from penstock.schedule import Action, Op
+from penstock.schedule.builders import TRAINING
 
 TWO_RANKS = {"ranks": 2, "stages": 2}
 OFTEN = ("1f1b", "zb-v")
@@ -350,7 +350,7 @@ def late(pipe: penstock.Pipeline) -> tuple[Stuck, Callable[[], None]]:
 
 
 def test_what_a_rank_does_late_is_undone_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "GRACE", 0.1)
+    monkeypatch.setattr(rank_threads, "GRACE", 0.1)
     with pipeline(**TWO_RANKS) as pipe:
         stuck, act = late(pipe)
 
@@ -360,7 +360,7 @@ def test_what_a_rank_does_late_is_undone_as_well(monkeypatch: pytest.MonkeyPatch
                 with pytest.raises(RunError, match=r"1 ranks are still running.*of a copy of the model"):
                     call()
             stuck.free.set()
-            monkeypatch.setattr(crew, "GRACE", TIMEOUT)
+            monkeypatch.setattr(rank_threads, "GRACE", TIMEOUT)
 
         # the generators of the whole process belong to the caller by then, who may have drawn from them too
         error = check_undone(pipe, PeerFailure, act, then, drawn=("torch", "python", "numpy"))
@@ -370,7 +370,7 @@ def test_what_a_rank_does_late_is_undone_as_well(monkeypatch: pytest.MonkeyPatch
 def test_a_state_that_was_loaded_while_a_rank_was_late_is_not_taken_for_its_doing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(crew, "GRACE", 0.1)
+    monkeypatch.setattr(rank_threads, "GRACE", 0.1)
     with pipeline(**TWO_RANKS) as pipe:
         stuck, act = late(pipe)
         kept = {name: value.clone() for name, value in nn.ModuleList(pipe.kept).state_dict().items()}  # type: ignore[attr-defined]
@@ -378,7 +378,7 @@ def test_a_state_that_was_loaded_while_a_rank_was_late_is_not_taken_for_its_doin
             act()
         nn.ModuleList(pipe.kept).load_state_dict(kept)  # type: ignore[attr-defined]
         stuck.free.set()
-        monkeypatch.setattr(crew, "GRACE", TIMEOUT)
+        monkeypatch.setattr(rank_threads, "GRACE", TIMEOUT)
         with pytest.raises(RunError, match="rank 1 has only now left a step that failed earlier, and parameters"):
             pipe.zero_grad()
         pipe.zero_grad()  # said once

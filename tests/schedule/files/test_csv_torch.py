@@ -13,7 +13,8 @@ from typing import Any, Literal
 import pytest
 from torch.distributed.pipelining import schedules as theirs
 
-from penstock.schedule import FAMILIES, Op, Placement, Schedule, build, lower, parse, verify
+from penstock.schedule import Op, Placement, Schedule, build, lower, parse, verify
+from penstock.schedule.builders import TRAINING
 
 Form = Literal["compute_only", "compute_comms"]
 FORMS: tuple[Form, Form] = ("compute_only", "compute_comms")
@@ -79,7 +80,7 @@ def test_files_that_torch_dumps_load_and_verify_here(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "forward-only"])
+@pytest.mark.parametrize("name", TRAINING)
 def test_our_files_load_in_torch(tmp_path: Path, name: str, ranks: int) -> None:
     schedule = build(name, ranks, 5)
     path = tmp_path / "ours.csv"
@@ -94,7 +95,7 @@ def test_our_files_load_in_torch(tmp_path: Path, name: str, ranks: int) -> None:
         assert loaded.stage_index_to_group_rank == dict(enumerate(schedule.placement))
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "forward-only"])
+@pytest.mark.parametrize("name", TRAINING)
 def test_what_torch_lowers_from_our_computes_verifies_here(tmp_path: Path, name: str) -> None:
     schedule = build(name, 3, 4)
     schedule.save(tmp_path / "ours.csv")

@@ -28,9 +28,9 @@ from penstock.schedule import (
     stage_costs,
     verify,
 )
+from penstock.schedule.builders import TRAINING
 
 ROUNDING = 1 + 1e-9
-TRAINING = [name for name in FAMILIES if name != "forward-only"]
 # ms, as profiled and published: ranks, microbatches, F, I, W, hop
 PUBLISHED = {
     "8 ranks": (8, 24, 18.522, 18.086, 9.337, 0.601),

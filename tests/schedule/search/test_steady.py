@@ -19,10 +19,10 @@ from penstock.schedule import (
     steady_state,
     verify,
 )
+from penstock.schedule.builders import TRAINING
 from penstock.schedule.search.problem import Problem
 from penstock.schedule.search.steady_bound import steady_bound
 
-TRAINING = [name for name in FAMILIES if name != "forward-only"]
 SMALL = 8, 24, Costs(forward=18.522, input=18.086, weight=9.337, hop=0.601)  # published times, in ms
 MIDDLE = 16, 64, Costs(forward=11.307, input=11.254, weight=8.101, hop=0.379)
 ROUNDING = 1 + 1e-9

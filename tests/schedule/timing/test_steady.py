@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from penstock.errors import ScheduleError, UsageError
-from penstock.schedule import FAMILIES, Costs, Schedule, build, faults, lower, simulate, steady_state, verify
+from penstock.schedule import Costs, Schedule, build, faults, lower, simulate, steady_state, verify
+from penstock.schedule.builders import TRAINING
 from penstock.schedule.repeated import repeated
-
-TRAINING = [name for name in FAMILIES if name != "forward-only"]
 
 
 def test_two_steps_of_a_tiny_schedule_are_drawn_one_after_the_other():

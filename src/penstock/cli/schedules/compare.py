@@ -54,8 +54,8 @@ class Compared:
 def compare(sizes: Sizes, given: RankTimeOptions, draw: Draw = False, as_json: AsJson = False) -> None:
     """Build and price every family side by side.
 
-    --stages-per-rank is for the families that loop (looped-bfs, interleaved-1f1b, interleaved-zb,
-    group-interleaved); the others have one large stage per rank, or the two of a V.
+    --stages-per-rank is for the families whose stages go round the ranks in a loop; the others have one large stage
+    per rank, or the two of a V.
     """
     (ranks, microbatches), several = sizes.filled(), sizes.stages_per_rank
     *times, hop = (amount(f"--{name}", text) for name, text in vars(given).items())

@@ -22,7 +22,7 @@ from penstock.rules import check_count
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Shared
 from penstock.runtime.loss.loss_options import LossOptions
-from penstock.schedule import Op, insert_reductions, lower
+from penstock.schedule import FAMILIES, Op, insert_reductions, lower
 
 WINDOW = 3  # stages that are whole at a time, where sharding is asked for
 StepArguments = tuple[Sequence[Any], Mapping[str, Any], Any]  # positional and keyword arguments, and the target
@@ -208,7 +208,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
 
     def _trains(self) -> bool:
         """Whether `step` has a backward."""
-        return self._loss_fn is not None and self.family != "forward-only"
+        return self._loss_fn is not None and (self.family is None or FAMILIES[self.family].trains)
 
     def _run(
         self,

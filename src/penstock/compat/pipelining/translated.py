@@ -16,7 +16,7 @@ from penstock.compat.pipelining.stage import _PipelineStageBase
 from penstock.errors import PenstockError, UsageError
 from penstock.pipeline import Pipeline
 from penstock.pipeline.batches import Batches, Call
-from penstock.runtime.batch.fingerprint import GivenBatch
+from penstock.runtime.batch.fingerprint import FingerprintedBatch
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.engine.handlers import Context, Handler
 from penstock.runtime.engine.step_input import StepInput
@@ -62,9 +62,9 @@ class TranslatedBatches(Batches):
                 )
         super()._check_keywords(kwargs)
 
-    def _sample_given(self, call: Call) -> GivenBatch | None:
+    def _fingerprint(self, call: Call) -> FingerprintedBatch | None:
         """Keyword arguments are each rank's own: torch gives them to the stages of the rank that passes them."""
-        return super()._sample_given(replace(call, kwargs={}))
+        return super()._fingerprint(replace(call, kwargs={}))
 
     def _merged(self, outputs: Sequence[Any]) -> Any:
         self._chunks = outputs

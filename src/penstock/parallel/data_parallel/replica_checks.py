@@ -141,8 +141,8 @@ class ReplicaChecks:
             for name, parameter in plain_parameters(self._executor.stages)
             if parameter.grad is not None and type(parameter.grad) is Tensor
         }
-        sampled = self._executor.sampled
-        given = {} if sampled is None else sampled.details()
+        fingerprinted = self._executor.fingerprinted
+        given = {} if fingerprinted is None else fingerprinted.details()
         reports = self._shards.exchange(((given, self._loads), norms))
         fault = _other_batches([seen for seen, _ in reports]) or _other_gradients([norms for _, norms in reports])
         faults = [each for each in self._executor.transport.exchange(fault) if each is not None]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Held = Tensor | nn.Module  # a module stands for the state that it has beside tensors
 
 
-class OtherRanks:
+class OtherRanksValues:
     """What this process has of other ranks' stages; `keep`: it stays in memory, as it was before the first step."""
 
     def __init__(self, keep: bool) -> None:

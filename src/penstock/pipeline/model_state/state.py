@@ -19,7 +19,7 @@ from penstock.optim.groups import group_parameters
 from penstock.optim.norms import PartialNorm, check_finite, check_limit, join_norms, local_part, norm_order, scale_down
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.model_state.full_tensors import WholeModel
-from penstock.pipeline.model_state.other_ranks import OtherRanks
+from penstock.pipeline.model_state.other_ranks import OtherRanksValues
 from penstock.runtime.loss.module import LOSS
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class ModelState:
 
     def __init__(self, deployment: Deployment, keep_model: bool) -> None:
         self.deployment = deployment
-        self.other_ranks = OtherRanks(keep_model)
+        self.other_ranks = OtherRanksValues(keep_model)
         self.scaler: LossScale | None = None  # puts itself here
         self.without_values: set[str] = set()
 

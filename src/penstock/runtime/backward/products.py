@@ -1,215 +1,29 @@
-"""Products with a parameter, taken apart: the input's gradient now, the weight's gradient later.
+"""The products with a parameter that a split backward takes apart, in one table.
 
-While a stage's forward is recorded, a mode sees every torch function that it calls. A product with a parameter
+While a stage's forward is recorded, `DeferringMode` sees every torch function that it calls. A product with a parameter
 (`linear`, a convolution, `matmul`, `addmm`, `bmm`) is computed by the same kernel, but on an alias of the parameter
-that autograd does not follow. So autograd's own node, in C++, yields the gradient of the input and no other; a
-pre-hook on that node keeps the gradient that arrives. Input and arrived gradient are all that the weight's gradient
-needs later, and the formulas in `split` take it with the products that autograd would have taken, operand by operand
-and stride by stride: that is why the result has the same bits.
+that autograd does not follow. So autograd's own node, in C++, yields the gradient of the input and no other. Input and
+arrived gradient are all that the weight's gradient needs later, and its formula takes it with the products that
+autograd would have taken, operand by operand and stride by stride: that is why the result has the same bits.
 
-Where the input needs no gradient (the first layer of the first stage, an embedding) there is nothing to do now: the
-operation is left to autograd as it is, and the output is *cut* from it, to be joined again later.
-
-Everything else passes through untouched, which is always exact: it only means that its weight gradients are taken
-together with the inputs'. That holds for operations not in the table, for parameters reached through a view or a
-cast, inside checkpoints (whose recomputation must not happen twice) and inside compiled code.
+`PRODUCTS`, at the end, has for each of torch's functions how a call of it is read, how it is computed on operands
+without history, and the formula of its weight's gradient.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._autograd import _top_saved_tensors_default_hooks as _saved_tensors_hooks
-from torch._C._functorch import peek_interpreter_stack as _functorch_level
-from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 
-from penstock.runtime.backward.graph_leaves import uses_in_graph
-from penstock.runtime.backward.other_operations import RULES
-from penstock.runtime.backward.split import (
-    DeferredWeights,
-    Formula,
-    bmm_gradients,
-    convolution_gradients,
-    linear_gradients,
-    matmul_gradients,
-)
-from penstock.runtime.backward.stage_parameters import PLAIN, StageParameters
+PLAIN = (Tensor, torch.nn.Parameter)  # what may be taken apart: a subclass of Tensor may want to see each operation
 
-_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-
-
-class DeferredProduct:
-    """One product whose weight gradient is taken later, from its input and the gradient that arrives."""
-
-    __slots__ = ("bias", "formula", "options", "version", "weight", "x")
-
-    def __init__(self, formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> None:
-        self.formula = formula
-        # An alias without history: holding the input must not hold the graph that made it.
-        self.x: Tensor | None = x.detach()
-        self.version = x._version
-        self.weight = weight
-        self.bias = bias
-        self.options = options
-
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        return (self.weight,) if self.bias is None else (self.weight, self.bias)
-
-
-class DeferredSubgraph:
-    """An operation on nothing but parameters: autograd's own graph of it, waiting for its gradient."""
-
-    __slots__ = ("deferred", "edge", "parameters")
-
-    def __init__(self, deferred: DeferredWeights, parameters: tuple[Tensor, ...], edge: GradientEdge) -> None:
-        self.deferred = deferred
-        self.edge: GradientEdge | None = edge
-        self.parameters = parameters
-
-
-class _CutFunction(torch.autograd.Function):
-    """The identity whose gradient stops here and waits. It hangs on an anchor, so that its backward runs at all."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, output: tuple[Tensor], subgraph: DeferredSubgraph) -> Tensor:
-        ctx.subgraph = subgraph
-        ctx.set_materialize_grads(False)
-        return output[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
-        if gradients[0] is not None:
-            ctx.subgraph.deferred.arrived_at_subgraph(ctx.subgraph, gradients[0])
-        return None, None, None
-
-
-_ANCHOR = torch.zeros((), requires_grad=True)
-
-
-class DeferringMode(TorchFunctionMode):
-    """On during the forward of one microbatch, in the thread that runs it; fills `deferred`."""
-
-    def __init__(self, parameters: StageParameters) -> None:
-        super().__init__()
-        self.deferred = DeferredWeights()
-        self.parameters = parameters
-        self.candidates: dict[int, Tensor] = {}  # parameters of which it is not known yet whether they can wait
-        self.casts: dict[tuple[int, torch.dtype], Tensor] = {}  # parameters as autocast gives them, cast once
-        self._uses: Counter[int] = Counter()  # of the candidates, that could wait
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        # The compiler inlines a mode into what it compiles; there, this one shall be nothing at all.
-        if not torch.compiler.is_compiling():
-            product, rule = PRODUCTS.get(func), RULES.get(func)
-            output = None
-            if product is not None:
-                output = self._product(product, func, args, kwargs or {})
-            elif rule is not None:
-                output = rule(self, func, args, kwargs or {})
-            if output is not None:
-                return output
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-    def _product(self, product: _Product, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """The output of a product whose weight gradient waits; None where it is to run as it is."""
-        operands = product.read(args, kwargs)
-        if operands is None or not self.may_split(operands.x):
-            return None
-        x, own, own_bias, options = operands
-        if not self.can_wait(own):
-            if own_bias is not None and id(own) in self.candidates:
-                self.can_wait(own_bias)
-            return None
-        waiting_bias = own_bias if own_bias is not None and self.can_wait(own_bias) else None
-        if not x.requires_grad:  # nothing is due now, so all of it waits
-            if waiting_bias is None and own_bias is not None and own_bias.requires_grad:
-                return None
-            return self.cut((own,) if waiting_bias is None else (own, waiting_bias), func(*args, **kwargs))
-        weight, bias = own.detach(), own_bias if waiting_bias is None else waiting_bias.detach()
-        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x, weight = _cast(x, dtype), self._cast_once(own, dtype)
-            bias = bias if waiting_bias is None else self._cast_once(waiting_bias, dtype)
-        output, x, options = product.compute(func, x, weight, bias, options)
-        waiting = DeferredProduct(product.formula, x, own, waiting_bias, options)
-        output.grad_fn.register_prehook(partial(self.deferred.arrived, waiting))  # type: ignore[union-attr]
-        self.deferred.products.append(waiting)
-        return output
-
-    @staticmethod
-    def may_split(x: Any) -> bool:
-        """Whether an operation on this input may be taken apart here at all.
-
-        In a checkpoint or an offload, what is saved is not ours to keep.
-        """
-        if not torch.is_grad_enabled() or type(x) not in PLAIN:
-            return False
-        return _saved_tensors_hooks(False) is None and _functorch_level() is None
-
-    def can_wait(self, parameter: Tensor) -> bool:
-        """Whether a parameter can wait: it is trained, and known to be used by nothing but what waits.
-
-        A use of one that is not known yet is noted, if it is of a kind that could.
-        """
-        known = self.parameters.deferrable.get(id(parameter))
-        if known is not None and known[0]() is parameter:
-            return known[1] and parameter.requires_grad
-        self._note(parameter)
-        return False
-
-    def _note(self, parameter: Any) -> None:
-        """A use of a parameter not known yet, that could wait if all its uses can."""
-        if (
-            type(parameter) in PLAIN
-            and parameter.requires_grad
-            and parameter.is_leaf
-            and parameter.dtype in _DTYPES
-            and parameter.layout is torch.strided
-        ):
-            self.candidates[id(parameter)] = parameter
-            self._uses[id(parameter)] += 1
-
-    def cut(self, parameters: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """An operation on nothing but parameters, all of which waits: its output, without the graph behind it."""
-        subgraph = DeferredSubgraph(self.deferred, parameters, get_gradient_edge(output))
-        self.deferred.subgraphs.append(subgraph)
-        joined: Tensor = _CutFunction.apply(_ANCHOR, (output.detach(),), subgraph)  # type: ignore[no-untyped-call]
-        return joined
-
-    def _cast_once(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
-        key = (id(parameter), dtype)
-        found = self.casts.get(key)
-        if found is None:
-            found = self.casts[key] = _cast(parameter.detach(), dtype)
-        return found
-
-    def learn(self, outputs: Sequence[Tensor]) -> None:
-        """After a stage's first forward: which parameters can wait, as a walk over the graph shows."""
-        in_graph = uses_in_graph(outputs)
-        for key, parameter in self.candidates.items():
-            if in_graph[key]:
-                # Of several microbatches in flight one may take another path: one use that cannot wait decides.
-                known = self.parameters.deferrable.get(key)
-                refuted = known is not None and known[0]() is parameter and not known[1]
-                self.parameters.remember(parameter, in_graph[key] <= self._uses[key] and not refuted)
-        self.candidates.clear()
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """As autocast casts an operand: floating point, but never double."""
-    return x if x.dtype in (dtype, torch.float64) or not x.is_floating_point() else x.to(dtype)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The products: how each is called, and how it is computed on operands without history.
+Gradients: TypeAlias = tuple[Tensor, Tensor | None]  # of the weight, and of the bias if that is deferred
+Formula: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None, Any], Gradients]
+# of the input, the gradient that arrived, the weight, the bias if it is deferred, and options
 
 
 class _Operands(NamedTuple):
@@ -221,7 +35,7 @@ class _Operands(NamedTuple):
     options: Any = None
 
 
-class _Product(NamedTuple):
+class Product(NamedTuple):
     """One of torch's functions that multiply by a parameter."""
 
     read: Callable[[tuple[Any, ...], dict[str, Any]], _Operands | None]  # None: not a call to take apart
@@ -240,6 +54,24 @@ def _arguments(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, 
     return found if len(found) == len(names) else None
 
 
+# -- parts of several formulas
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    if x.dim() == 2:
+        return x
+    return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+
+
+def _bias_gradient(bias: Tensor, gradient: Tensor) -> Tensor:
+    if gradient.dim() == 2 and bias.shape == gradient.shape[1:]:
+        return gradient.sum(0)  # what the next line comes to, in half the time
+    return gradient.sum_to_size(bias.shape)
+
+
+# -- linear
+
+
 def _read_linear(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Operands | None:
     found = _arguments(("input", "weight", "bias"), args, kwargs) if kwargs or len(args) != 3 else args
     return None if found is None or found[1].dim() != 2 else _Operands(*found)
@@ -253,6 +85,18 @@ def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, _: Any) -
     rows = x.flatten(0, -2)
     output = rows.mm(weight.t()).view(*x.shape[:-1], weight.shape[0])
     return output if bias is None else output + bias, rows, flattened
+
+
+def _linear_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, flattened: Any) -> Gradients:
+    rows = gradient
+    if x.dim() != 2 or rows.dim() != 2:
+        x, rows = _as_rows(x), _as_rows(rows)
+    # Autograd lays the gradient of a product's right factor, here the transposed weight, out as the factor is.
+    of_weight = rows.t().mm(x) if weight.stride() == (weight.shape[1], 1) else x.t().mm(rows).t()
+    return of_weight, None if bias is None else _bias_gradient(bias, rows if flattened else gradient)
+
+
+# -- matmul, mm, addmm
 
 
 def _read_matmul(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Operands | None:
@@ -278,12 +122,28 @@ def _addmm(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, _: Any) ->
     return torch.addmm(bias, x, weight), x, None
 
 
+def _matmul_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, _: Any) -> Gradients:
+    rows = _as_rows(gradient)
+    of_weight = rows.t().mm(x).t() if weight.stride() == (1, weight.shape[0]) else x.t().mm(rows)
+    return of_weight, None if bias is None else _bias_gradient(bias, gradient)
+
+
+# -- bmm
+
+
 def _read_bmm(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Operands | None:
     return None if kwargs or len(args) != 2 else _Operands(*args)
 
 
 def _bmm(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None, _: Any) -> tuple[Tensor, Tensor, Any]:
     return torch.bmm(x, weight), x, None
+
+
+def _bmm_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, _: Any) -> Gradients:
+    return x.transpose(1, 2).bmm(gradient), None
+
+
+# -- convolutions
 
 
 _CONVOLUTION = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -310,13 +170,27 @@ def _each(value: Any, count: int, default: int) -> list[int]:
     return [value] * count if isinstance(value, int) else list(value) * (count if len(value) == 1 else 1)
 
 
-PRODUCTS: dict[Any, _Product] = {
-    F.linear: _Product(_read_linear, _linear, linear_gradients),
+def _convolution_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> Gradients:
+    weight = weight.detach()
+    if x.dim() < weight.dim():  # without a batch dimension
+        x, gradient = x.unsqueeze(0), gradient.unsqueeze(0)
+    if weight.dtype != x.dtype:  # under autocast; only its shape and layout matter here
+        weight = weight.to(x.dtype)
+    stride, padding, dilation, groups = options
+    _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+        gradient, x, weight, None if bias is None else list(bias.shape), stride, padding, dilation,
+        False, [0] * len(stride), groups, [False, True, bias is not None],
+    )  # fmt: skip
+    return of_weight, None if bias is None else of_bias
+
+
+PRODUCTS: dict[Any, Product] = {
+    F.linear: Product(_read_linear, _linear, _linear_gradients),
     **dict.fromkeys(
         (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm),
-        _Product(_read_matmul, _matmul, matmul_gradients),
+        Product(_read_matmul, _matmul, _matmul_gradients),
     ),
-    torch.addmm: _Product(_read_addmm, _addmm, matmul_gradients),
-    torch.bmm: _Product(_read_bmm, _bmm, bmm_gradients),
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _Product(_read_convolution, _convolution, convolution_gradients)),
+    torch.addmm: Product(_read_addmm, _addmm, _matmul_gradients),
+    torch.bmm: Product(_read_bmm, _bmm, _bmm_gradients),
+    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), Product(_read_convolution, _convolution, _convolution_gradients)),
 }

@@ -12,7 +12,7 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,19 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.errors import RunError
 from penstock.model.part import OUTPUT
-from penstock.runtime.backward.split import DeferredWeights
+from penstock.runtime.backward.deferred_weights import DeferredWeights
 from penstock.runtime.state.memory import LINE, copy_like, is_dense, storage_of, with_copies
-from penstock.runtime.state.ownership import ALONE, holders, use_count
+from penstock.runtime.state.ownership import ONE_HOLDER, holders, use_count
 
 _ENGINE = torch.autograd.Variable._execution_engine
 _WRITTEN_IN_PYTHON: Any = torch._C._FunctionBase  # nodes of autograd.Function: their object does not keep the graph
+
+
+class GatheredForward(NamedTuple):
+    """A forward on all microbatches at once: what its backward needs to tell them apart."""
+
+    wants: dict[int, list[list[bool]]]  # by producer and microbatch: which tensors want a gradient
+    loss: Tensor | None
 
 
 class SavedGraph:
@@ -44,8 +51,6 @@ class SavedGraph:
         "microbatch",
         "recompute",
         "roots",
-        "total",
-        "wants",
     )
 
     def __init__(self, microbatch: int, arrived: Mapping[int, Any]) -> None:
@@ -59,10 +64,7 @@ class SavedGraph:
         self.extra: list[GradientEdge] = []
         self.deferred: DeferredWeights | None = None
         self.recompute: Callable[[], None] | None = None  # recompute: runs the forward that was thrown away
-        self.gathered = False  # all microbatches in one
-        # of a stage that takes its batch in one piece: by producer and microbatch, which tensors want a gradient
-        self.wants: dict[int, list[list[bool]]] = {}
-        self.total: Tensor | None = None  # and its loss
+        self.gathered: GatheredForward | None = None  # where it is of all microbatches in one
 
     def end_forward(
         self, emitted: Mapping[int, Any], loss: Tensor | None, extra: Sequence[tuple[str, Tensor]], attached: bool
@@ -95,18 +97,18 @@ class SavedGraph:
         run: RunBackward,
     ) -> dict[int, list[Tensor | None]]:
         """Gradients by consumer in, gradients by producer out (None where there is none)."""
-        roots, seeds = self._seeds(gradients, loss_seed, extra_seed)
+        roots, entering = self._root_gradients(gradients, loss_seed, extra_seed)
         self._unaligned.clear()  # the forward may have taken gradients itself
         for hooks in self._hooks:
             if len(hooks) > 1:  # hooks of the stage's own, which may change a gradient, go first
                 hooks[_OUR_HOOK] = hooks.pop(_OUR_HOOK)  # torch takes them as a plain dict has them
         if roots:
-            run(self, roots, seeds)
+            run(self, roots, entering)
         back = self._take_gradients()
-        _fit_gradients(back, seeds)
+        _fit_gradients(back, entering)
         return back
 
-    def _seeds(
+    def _root_gradients(
         self,
         gradients: Mapping[int, Sequence[Tensor | None]],
         loss_seed: Tensor | None,
@@ -114,7 +116,7 @@ class SavedGraph:
     ) -> tuple[list[GradientEdge], list[Tensor]]:
         """The graph's roots and the gradient that enters at each; without one a root takes no part."""
         roots: list[GradientEdge] = []
-        seeds: list[Tensor] = []
+        entering: list[Tensor] = []
         # a value with several readers gets their gradients in the order of a plain loop: the last reader's first
         readers = sorted(self.roots, reverse=True) if len(self.roots) > 1 else self.roots
         for target in readers:
@@ -127,15 +129,15 @@ class SavedGraph:
             for edge, gradient in zip(edges, arrived, strict=True):
                 if gradient is not None:
                     roots.append(edge)
-                    seeds.append(gradient)
+                    entering.append(gradient)
         if self.loss is not None and loss_seed is not None:
             roots.append(self.loss)
-            seeds.append(loss_seed)
+            entering.append(loss_seed)
         for edge in self.extra:
             assert extra_seed is not None
             roots.append(edge)
-            seeds.append(extra_seed.clone())  # one of all would be added to by a leaf that adopts it
-        return roots, seeds
+            entering.append(extra_seed.clone())  # one of all would be added to by a leaf that adopts it
+        return roots, entering
 
     def _take_gradients(self) -> dict[int, list[Tensor | None]]:
         """What goes back to each producing stage, by its leaves; None where there is none."""
@@ -289,7 +291,7 @@ def _fit_gradients(back: Mapping[int, list[Tensor | None]], arrived: Sequence[Te
         for gradient in gradients:
             if gradient is None or not _is_ordinary(gradient):
                 continue
-            if sys.getrefcount(gradient) > _LISTED or use_count(gradient.untyped_storage()._cdata) > ALONE:
+            if sys.getrefcount(gradient) > _LISTED or use_count(gradient.untyped_storage()._cdata) > ONE_HOLDER:
                 break
         else:
             continue

@@ -8,7 +8,7 @@ names, shapes, dtypes, plain values and numbers. All numbers count in a pipeline
 of whole numbers as it is, that of fractions by whether it is finite, so that a single NaN shows. Tensors on another
 device than the CPU are read at the end of the step, when nothing waits for it.
 
-Where checksums differ, `GivenBatch.details` has what is behind them: fractions may differ by what devices round
+Where checksums differ, `FingerprintedBatch.details` has what is behind them: fractions may differ by what devices round
 differently (a teacher's output, for one). See `comparison`.
 """
 
@@ -92,7 +92,7 @@ class _TensorSample:
         return self._words if math.isfinite(total) else f"{self._words} with nan or inf", 0
 
 
-class GivenBatch:
+class FingerprintedBatch:
     """All that one rank was given for one step, by argument."""
 
     def __init__(self, leaves: Mapping[Key, Sequence[Detail | _TensorSample]], whole: bool) -> None:
@@ -126,15 +126,15 @@ class GivenBatch:
         }
 
 
-def sample_given(
+def fingerprint_batch(
     args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, loss_kwargs: Mapping[str, Any], turn: int, whole: bool
-) -> GivenBatch:
+) -> FingerprintedBatch:
     """What this rank was given for a step; None counts as nothing. `turn` numbers steps, alike on all ranks."""
     named: dict[Key, Any] = dict(enumerate(args))
     named.update(kwargs)
     named["target"] = target
     named.update({("loss", name): value for name, value in loss_kwargs.items()})
-    return GivenBatch(
+    return FingerprintedBatch(
         {
             name: [_sample_leaf(path, leaf, turn, whole) for path, leaf in _leaves(value, "")]
             for name, value in named.items()

@@ -6,14 +6,12 @@ logging.getLogger("penstock").setLevel(logging.DEBUG)
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from penstock.schedule import Action, Op, Schedule, align
+from penstock.schedule import Op, Schedule, align
 
 LOG = logging.getLogger("penstock.actions")
-
-Entry = tuple[Callable[[Any, Any], Any], Any, Any]  # of a prepared program: a function and its two arguments
 
 
 def log_program(program: Schedule, rank: int) -> None:
@@ -42,13 +40,9 @@ def log_program(program: Schedule, rank: int) -> None:
     )
 
 
-def logged(rank: int, actions: Sequence[Action], entries: Sequence[Entry]) -> Iterator[Entry]:
-    """The same entries; each says what it is before it runs."""
-    for position, (action, (function, first, second)) in enumerate(zip(actions, entries, strict=True)):
-        yield _speaking(function, f"rank {rank}: action {position}, {action}"), first, second
+def logged(function: Callable[[Any, Any], Any], line: str) -> Callable[[Any, Any], Any]:
+    """The same function, which logs a line before it runs."""
 
-
-def _speaking(function: Callable[[Any, Any], Any], line: str) -> Callable[[Any, Any], Any]:
     def run(first: Any, second: Any) -> Any:
         LOG.debug("%s", line)
         return function(first, second)

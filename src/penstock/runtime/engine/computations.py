@@ -52,7 +52,7 @@ class Computations:
         self.stages = dict(stages)
         self.mailbox = mailbox
         self.hooks: StageHooks | None = None
-        self.given: StepInput
+        self.step_input: StepInput
         self.step_losses: StepLosses
         self.report = StepReport()
         self.losses: dict[int, Tensor] = {}  # by microbatch, on the rank of the last stage
@@ -62,37 +62,43 @@ class Computations:
         self._joined: Any = None  # one of all of them
         self._gathered = GatheredBatch(self)
 
-    def begin(self, given: StepInput) -> None:
+    def begin(self, step_input: StepInput) -> None:
         """A step begins, on this input."""
-        self.given = given
+        self.step_input = step_input
         self.step_losses = StepLosses(
-            given.batch, given.loss_fn, given.shares, given.check, given.training, given.scale, given.replicas
+            step_input.batch,
+            step_input.loss_fn,
+            step_input.shares,
+            step_input.check,
+            step_input.training,
+            step_input.scale,
+            step_input.replicas,
         )
-        self.report.steps = given.steps
-        self.report.rows = None if given.batch.rows is None else sum(given.batch.rows)
+        self.report.steps = step_input.steps
+        self.report.rows = None if step_input.batch.rows is None else sum(step_input.batch.rows)
         for stage in self.stages.values():
-            stage.begin_step(len(given.batch.args))
+            stage.begin_step(len(step_input.batch.args))
 
     def forward(self, stage: int, microbatch: int) -> None:
         """F: run a stage's forward on one microbatch and hand its outputs to the mailbox."""
-        given, owner = self.given, self.stages[stage]
+        step_input, owner = self.step_input, self.stages[stage]
         arrived = self.mailbox.take("F", stage, microbatch)
         if self.hooks is not None:
             arrived = self.hooks.unpack(arrived)
             self.hooks.before(stage)
-        if owner.gathering and len(given.batch.args) > 1:
+        if owner.gathering and len(step_input.batch.args) > 1:
             self._gathered.forward(stage, microbatch, arrived)
             return
-        args, kwargs = given.batch.args[microbatch], given.batch.kwargs[microbatch]
+        args, kwargs = step_input.batch.args[microbatch], step_input.batch.kwargs[microbatch]
         loss_of = None
-        if owner.is_last and not given.attached and self.step_losses.are_wanted:
+        if owner.is_last and not step_input.attached and self.step_losses.are_wanted:
             loss_of = partial(self.step_losses.of, microbatch)
-        if not given.training:
-            graph = loss_of is not None and given.loss_fn is None and given.shares.wants_graph
+        if not step_input.training:
+            graph = loss_of is not None and step_input.loss_fn is None and step_input.shares.wants_graph
             emitted, loss, extra = owner.infer(StageInput(microbatch, arrived, args, kwargs, loss_of), graph)
         else:
             split_backward = (stage, microbatch) in self.split_backward
-            recompute = microbatch in given.recompute or stage in given.recompute_stages
+            recompute = microbatch in step_input.recompute or stage in step_input.recompute_stages
             emitted, loss, extra = owner.forward(
                 StageInput(microbatch, arrived, args, kwargs, loss_of, split_backward, recompute)
             )
@@ -107,10 +113,10 @@ class Computations:
         extra: Sequence[tuple[str, Tensor]],
     ) -> None:
         """What the forward of a microbatch has made goes where it is needed."""
-        given = self.given
+        step_input = self.step_input
         if loss is not None:
             self.losses[microbatch] = loss.detach().clone()  # mse_loss gives a scalar in a storage of the output's size
-        if extra and given.attached:
+        if extra and step_input.attached:
             raise RunError(
                 f"add_loss({extra[0][0]!r}) under GPipe: it has no loss to add to; return the value as an output of "
                 f"the model, and add it to your own loss"
@@ -119,12 +125,12 @@ class Computations:
             self.report.extra[name] = self.report.extra.get(name, 0.0) + value.detach().item()
         if OUTPUT in emitted:
             output = emitted.pop(OUTPUT)
-            if given.join is not None:
+            if step_input.join is not None:
                 output = output if self.hooks is None else self.hooks.full(output)
-                if given.reduce is not None:
+                if step_input.reduce is not None:
                     with torch.no_grad():
-                        output = given.reduce(output, **given.batch.loss_kwargs[microbatch])
-                self._outputs[microbatch] = pytree.tree_map(alias, output) if given.attached else _detached(output)
+                        output = step_input.reduce(output, **step_input.batch.loss_kwargs[microbatch])
+                self._outputs[microbatch] = pytree.tree_map(alias, output) if step_input.attached else _detached(output)
                 self._kept[microbatch] = versions(self._outputs[microbatch])
         if emitted:
             self.mailbox.put_outputs(stage, microbatch, emitted if self.hooks is None else self.hooks.pack(emitted))
@@ -137,9 +143,9 @@ class Computations:
             gradients = self.hooks.unpack(gradients)
             self.hooks.before(stage)
         seeds, seed = self.step_losses.seeds, None
-        if owner.is_last and self.given.attached:
-            gradients[OUTPUT] = self.given.output_gradients[microbatch]
-        if 0 in owner.saved and owner.saved[0].gathered:
+        if owner.is_last and self.step_input.attached:
+            gradients[OUTPUT] = self.step_input.output_gradients[microbatch]
+        if 0 in owner.saved and owner.saved[0].gathered is not None:
             self._gathered.backward(stage, microbatch, gradients)
             return
         if owner.is_last and (loss := self.losses.get(microbatch)) is not None:
@@ -154,9 +160,9 @@ class Computations:
         )
         if self.hooks is not None:
             self.hooks.after(stage)
-        self.give_back(stage, microbatch, back)
+        self.send_gradients_back(stage, microbatch, back)
 
-    def give_back(self, stage: int, microbatch: int, back: Mapping[int, Any]) -> None:
+    def send_gradients_back(self, stage: int, microbatch: int, back: Mapping[int, Any]) -> None:
         """The gradients of what a microbatch brought go back to where that came from."""
         if back:
             self.mailbox.put_gradients(stage, microbatch, back if self.hooks is None else self.hooks.pack(back))
@@ -188,8 +194,8 @@ class Computations:
             check_unwritten(
                 f"the output of microbatch {microbatch}", watched, "by a later one, since both are in the same memory"
             )
-        if self._outputs and self.given.join is not None:
-            self._joined = self.given.join([self._outputs[number] for number in sorted(self._outputs)])
+        if self._outputs and self.step_input.join is not None:
+            self._joined = self.step_input.join([self._outputs[number] for number in sorted(self._outputs)])
         self._outputs, self._kept = {}, {}
 
     def sum_losses(self) -> None:
@@ -198,16 +204,16 @@ class Computations:
         if not numbers:
             return
         losses = torch.stack([self.losses[number] for number in numbers])
-        shares = self.given.shares.check()
-        if self.given.check is not None:
-            self.report.loss_unchecked = self.given.check.end()
+        shares = self.step_input.shares.check()
+        if self.step_input.check is not None:
+            self.report.loss_unchecked = self.step_input.check.end()
         self.report.loss = sum_in_order(losses, [shares[number] for number in numbers])
         self.report.losses_by_number = losses.tolist()
         self.report.dtype = losses.dtype
 
     def forget_batch(self) -> None:
         """Hold nothing of what the step was given."""
-        self.__dict__.pop("given", None)
+        self.__dict__.pop("step_input", None)
         self.__dict__.pop("step_losses", None)
 
     def clear(self) -> None:

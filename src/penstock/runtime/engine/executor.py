@@ -13,25 +13,26 @@ and leave the links clean for the next one.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
+from functools import partial
 from logging import DEBUG
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd import profiler
 
 from penstock.errors import MessageError, PeerFailure, RunError
 from penstock.runtime.batch.comparison import Readers
-from penstock.runtime.batch.fingerprint import GivenBatch
-from penstock.runtime.engine.action_log import LOG, Entry, log_program, logged
+from penstock.runtime.batch.fingerprint import FingerprintedBatch
+from penstock.runtime.engine.action_log import LOG, log_program, logged
 from penstock.runtime.engine.computations import Computations
 from penstock.runtime.engine.handlers import Context, Handler
 from penstock.runtime.engine.mailbox import ActionWait, Mailbox
-from penstock.runtime.engine.recorder import Begun
+from penstock.runtime.engine.prepared_program import Entry, PreparedProgram, prepare
+from penstock.runtime.engine.recorder import WallStart
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import EndedStep, StepReport, failure_of
 from penstock.runtime.engine.stage import Stage
@@ -43,16 +44,6 @@ from penstock.schedule import Action, Op, Schedule, Span
 
 KEPT = 64  # programs that are prepared: batches of many sizes may each have their own
 TIMED = frozenset({Op.F, Op.B, Op.I, Op.W, Op.SEND_F, Op.SEND_B})  # a receive is posted in no time
-
-
-class _PreparedProgram(NamedTuple):
-    """What can be worked out about a program before its first step; entries once its channels are open."""
-
-    program: Schedule
-    actions: list[Action]
-    entries: list[Entry]
-    split_backward: frozenset[tuple[int, int]]  # (stage, microbatch) whose backward comes as I and W
-    done: str  # where a rank is that has run all of it, in words
 
 
 class Executor:
@@ -70,20 +61,20 @@ class Executor:
         }
         self.mailbox = mailbox
         self.replication = Replication()
-        self.sampled: GivenBatch | None = None  # what this rank was given for the step
+        self.fingerprinted: FingerprintedBatch | None = None  # what this rank was given for the step
         self.readers: Readers | None = None  # which ranks need an argument of it
         self.transport = transport
         self.handlers: dict[Op, Handler] = {}
+        self.run_by_handlers: set[Action] = set()  # computes, in this step
         self.context = Context(self)
-        self.report = StepReport()
-        self._plans: dict[int, _PreparedProgram] = {}
+        self._prepared: dict[int, PreparedProgram] = {}
         self.program: Schedule | None = None  # that runs, or ran last
         self._actions: list[Action] = []  # of that program
         self._done = "done with nothing"
         self._position = 0
-        self._part: Action | None = None  # the half of a pair that failed
+        self._failed: Action | None = None  # what has failed, where that is a part of the action at this position
         self._ready = False
-        self.running = False  # whoever runs a step says when it is over: some exchange reports first, some do not
+        self._running = False
         transport.describe_by(self.progress, self.where)
 
     # -- preparing
@@ -94,40 +85,16 @@ class Executor:
             self.handlers.pop(op, None)
         else:
             self.handlers[op] = handler
-        self._plans.clear()
+        self._prepared.clear()
 
-    def _plan(self, program: Schedule) -> _PreparedProgram:
-        plan = self._plans.get(id(program))
-        if plan is None or plan.program is not program:
-            actions = self._opened([action for action in program.rows[self.rank] if action is not None])
-            parts = [part for action in actions for part in action.parts()]
-            split_backward = frozenset((part.stage, part.microbatch) for part in parts if part.op is Op.I)
-            done = f"done with all {len(actions)} actions, last {actions[-1] if actions else 'nothing'}"
-            plan = _PreparedProgram(program, actions, [], split_backward, done)
-            while len(self._plans) >= KEPT:
-                del self._plans[next(iter(self._plans))]
-            self._plans[id(program)] = plan
-        return plan
-
-    def _opened(self, actions: list[Action]) -> list[Action]:
-        """Open pairs that no handler overlaps: one half, what it made is sent, the other half.
-
-        The send may go before the other half where it stands next in the program: no other rank can tell whether that
-        half is done by then.
-        """
-        opened: list[Action] = []
-        rest = deque(actions)
-        while rest:
-            action = rest.popleft()
-            if not action.op.is_pair or action.op in self.handlers:
-                opened.append(action)
-                continue
-            first, second = action.parts()
-            opened.append(first)
-            while rest and _sends(rest[0], first):
-                opened.append(rest.popleft())
-            opened.append(second)
-        return opened
+    def _prepare(self, program: Schedule) -> PreparedProgram:
+        prepared = self._prepared.get(id(program))
+        if prepared is None or prepared.program is not program:
+            prepared = prepare(program, self.rank, self.handlers)
+            while len(self._prepared) >= KEPT:
+                del self._prepared[next(iter(self._prepared))]
+            self._prepared[id(program)] = prepared
+        return prepared
 
     def _entry(self, action: Action) -> Entry:
         handler = self.handlers.get(action.op)
@@ -143,171 +110,188 @@ class Executor:
                 return Outgoing.send, self.mailbox.ends.sending(channel), microbatch
             return Incoming.post, self.mailbox.ends.receiving(channel), microbatch
         if op.is_pair:
-            return self._run_pair, [(part, self._entry(part)) for part in action.parts()], None
+            return self._run_pair, [(half, self._entry(half)) for half in action.parts()], None
         if op.is_sharding:
             return self._shard, action, None
-        function = self.computes[op]
-        return function, stage, microbatch
-
-    def run_default(self, action: Action) -> None:
-        """Run one action as if no handler were registered."""
-        function, first, second = self._default_entry(action)
-        function(first, second)
-
-    def _run_pair(self, parts: list[tuple[Action, Entry]], _: Any) -> None:
-        for part, (function, first, second) in parts:
-            try:
-                if self.mailbox.waits is not None:
-                    self._timed(function, first, second, part)
-                else:
-                    function(first, second)
-            except BaseException:
-                self._part = part
-                raise
-
-    def _shard(self, action: Action, _: Any) -> None:
-        self.replication.act(action)
+        return self.computes[op], stage, microbatch
 
     # -- the loop
 
-    def run(self, program: Schedule, given: StepInput | Refused, *, record: Begun | None = None) -> EndedStep:
-        """One step of this rank, up to where the others are told what came of it; `running` until its caller says so.
+    def run(
+        self,
+        program: Schedule,
+        step_input: StepInput | Refused,
+        *,
+        wall_start: WallStart | None = None,
+        together: bool = False,
+    ) -> EndedStep:
+        """One step of this rank, up to where the others are told what came of it.
+
+        With `together`, the rank is in the step until it has the reports of all; otherwise it may begin the next one.
 
         A batch that was refused comes this far, because the peers of its rank must hear of that too.
         """
-        computations = self.computations
-        self.report = computations.report = StepReport(begun=record)
-        self.sampled = self.readers = None
-        computations.losses = {}
-        plan = self._plan(program)
-        self.program = program
-        self._actions, self._done, computations.split_backward = plan.actions, plan.done, plan.split_backward
-        self._position = 0
-        self._part = None
-        self._ready = False
-        self.running = True
-        if self.handlers:
-            self.context._begin()
+        prepared, report = self._begin(program, wall_start)
         failure: PeerFailure | None = None
         own: BaseException | None = None
         try:
-            if isinstance(given, Refused):
-                raise given.error
-            self._run_plan(plan, given, record)
-        except PeerFailure as error:
-            failure = copy(error)  # without the frames that it came through, which hold tensors
-        except MessageError as error:
-            own, failure = error, self._describe(error)
-            self.transport.abort(failure)
-        except BaseException as error:  # whatever it is, the peers must hear of it; it is raised again with the reports
-            lost = self.replication.explain(error)
-            own, failure = error, self._describe(error) if lost is None else lost
-        if self.transport.holds_interrupts:
-            CTRL_C.end_step()
+            try:
+                if isinstance(step_input, Refused):
+                    raise step_input.error
+                self._run_program(prepared, step_input, report)
+            except PeerFailure as error:
+                failure = copy(error)  # without the frames that it came through, which hold tensors
+            except MessageError as error:
+                own, failure = error, self._describe(error)
+                self.transport.abort(failure)
+            except BaseException as error:  # whatever it is, the peers must hear of it; it is raised with the reports
+                lost = self.replication.explain(error)
+                own, failure = error, self._describe(error) if lost is None else lost
+            if self.transport.holds_interrupts:
+                CTRL_C.end_step()
+            return self._end(report, failure, own)
+        finally:
+            self._running = together
+            del own, failure, step_input  # an error that its own frame holds would keep the whole step alive
+
+    def _begin(self, program: Schedule, wall_start: WallStart | None) -> tuple[PreparedProgram, StepReport]:
+        """A step begins: nothing of the one before is left here."""
+        computations, prepared = self.computations, self._prepare(program)
+        report = computations.report = StepReport(wall_start=wall_start)
+        self.fingerprinted = self.readers = None
+        computations.losses = {}
+        self.program = program
+        self._actions, self._done = prepared.actions, prepared.done
+        computations.split_backward = prepared.split_backward
+        self.run_by_handlers.clear()
+        self._position, self._failed, self._ready, self._running = 0, None, False, True
+        return prepared, report
+
+    def _run_program(self, prepared: PreparedProgram, step_input: StepInput, report: StepReport) -> None:
+        """Everything of a step that may fail: the actions of the program one by one, and what they make together."""
+        computations = self.computations
+        self.fingerprinted, self.readers = step_input.fingerprinted, step_input.readers
+        computations.begin(step_input)
+        if self.mailbox.open():
+            for other in self._prepared.values():
+                other.entries.clear()
+        if not prepared.entries:
+            prepared.entries.extend(map(self._entry, prepared.actions))
+        self._ready = True
+        entries = prepared.entries
+        if LOG.isEnabledFor(DEBUG):
+            log_program(prepared.program, self.rank)
+            entries = list(self._logged(entries))
+        if report.wall_start or profiler._is_profiler_enabled:  # on any thread of this process
+            report.spans = [] if report.wall_start else None
+            entries = list(self._timed(entries))
+        news = self.transport.news
+        for position, (function, first, second) in enumerate(entries):
+            self._position = position
+            if news:
+                raise copy(news[0])
+            if CTRL_C.since:
+                CTRL_C.raise_held()
+            function(first, second)
+        self._position = len(entries)
+        left_out = next((each for each in prepared.for_handlers if each not in self.run_by_handlers), None)
+        if left_out is not None:
+            self._failed = left_out
+            raise RunError(f"a handler did not run {left_out}; it must call context.run or context.compute for it")
+        self.transport.flush()
+        if CTRL_C.since:
+            CTRL_C.raise_held()
+        report.ended = perf_counter()
+        computations.end_step()
+
+    def _end(self, report: StepReport, failure: PeerFailure | None, own: BaseException | None) -> EndedStep:
+        """All that is left of a step to do on this rank, however it went."""
         try:
-            self.report.progress = self._done if failure is None else self.progress()
+            report.progress = self._done if failure is None else self.progress()
             if failure is not None:
                 with suppress(PeerFailure):  # a peer is lost as well: the exchange will say so
                     self._drain(failure)
             return EndedStep(
                 self.transport,
-                self.report,
+                report,
                 failure,
                 own,
-                sampled=self.sampled,
+                fingerprinted=self.fingerprinted,
                 readers=self.readers,
                 computed=self._ready,
-                forget=computations.clear,
+                forget=self.computations.clear,
+                leave=self._leave,
             )
         finally:
-            computations.forget_batch()  # it is the user's to free
-            del own, failure, given  # an error that its own frame holds would keep the whole step alive
+            self.computations.forget_batch()  # it is the user's to free
+            del own, failure  # an error that its own frame holds would keep the whole step alive
 
-    def _run_plan(self, plan: _PreparedProgram, given: StepInput, record: Begun | None) -> None:
-        """Everything of a step that may fail: the actions of the program one by one, and what they make together."""
-        computations = self.computations
-        self.sampled, self.readers = given.sampled, given.readers
-        computations.begin(given)
-        if self.mailbox.open():
-            for other in self._plans.values():
-                other.entries.clear()
-        if not plan.entries:
-            plan.entries.extend(map(self._entry, plan.actions))
-        self._ready = True
-        entries = plan.entries
-        if LOG.isEnabledFor(DEBUG):
-            log_program(plan.program, self.rank)
-            entries = list(logged(self.rank, plan.actions, entries))
-        if record or profiler._is_profiler_enabled:  # on any thread of this process
-            self._loop_timed(entries, record)
-        else:
-            news = self.transport.news
-            for position, (function, first, second) in enumerate(entries):
-                self._position = position
-                if news:
-                    raise copy(news[0])
-                if CTRL_C.since:
-                    CTRL_C.raise_held()
-                function(first, second)
-        self._position = len(entries)
-        if self.handlers and (part := self.context._left_out(plan.actions)) is not None:
-            self._part = part
-            raise RunError(f"a handler did not run {part}; it must call context.run or context.compute for it")
-        self.transport.flush()
-        if CTRL_C.since:
-            CTRL_C.raise_held()
-        self.report.ended = perf_counter()
-        computations.end_step()
+    def _leave(self) -> None:
+        self._running = False
 
-    def _loop_timed(self, plan: list[Entry], record: Begun | None) -> None:
-        """The same loop with a label for the profiler and the clock read around each action."""
-        self.report.spans = [] if record else None
-        self.mailbox.waits = ActionWait()
+    # -- actions
+
+    def run_default(self, action: Action) -> None:
+        """Run one action as if no handler were registered."""
+        function, first, second = self._default_entry(action)
         try:
-            for position, ((function, first, second), action) in enumerate(zip(plan, self._actions, strict=True)):
-                self._position = position
-                if self.transport.news:
-                    raise copy(self.transport.news[0])
-                self._timed(function, first, second, action)
-        finally:
-            self.mailbox.waits = None
+            function(first, second)
+        except BaseException:
+            self._failed = self._failed or action  # the other half of a pair may fail after it, and because of it
+            raise
 
-    def _timed(self, function: Callable[[Any, Any], Any], first: Any, second: Any, action: Action) -> None:
+    def _run_pair(self, halves: list[tuple[Action, Entry]], _: Any) -> None:
+        for half, (function, first, second) in halves:
+            try:
+                if self.mailbox.waits is not None:
+                    self._run_timed(half, function, first, second)
+                else:
+                    function(first, second)
+            except BaseException:
+                self._failed = half
+                raise
+
+    def _shard(self, action: Action, _: Any) -> None:
+        self.replication.act(action)
+
+    def _logged(self, entries: list[Entry]) -> Iterator[Entry]:
+        """The same entries; each says what it is before it runs."""
+        for position, (action, (function, first, second)) in enumerate(zip(self._actions, entries, strict=True)):
+            yield logged(function, f"rank {self.rank}: action {position}, {action}"), first, second
+
+    def _timed(self, entries: list[Entry]) -> Iterator[Entry]:
+        """The same entries, with a label for the profiler and the clock read around each."""
+        for action, (function, first, second) in zip(self._actions, entries, strict=True):
+            yield partial(self._run_timed, action, function), first, second
+
+    def _run_timed(self, action: Action, function: Callable[[Any, Any], Any], first: Any, second: Any) -> None:
         """Run one action under its label; a compute or send leaves a span, without the time it waited."""
         outer, waits = self.mailbox.waits, ActionWait()
         self.mailbox.waits = waits
         begin = perf_counter()
-        with torch.profiler.record_function(f"penstock {action}"):
-            function(first, second)
+        try:
+            with torch.profiler.record_function(f"penstock {action}"):
+                function(first, second)
+        finally:
+            self.mailbox.waits = outer
         if outer is not None:
             outer.add(waits.ended - waits.seconds, waits.ended)
-        self.mailbox.waits = outer
-        if self.report.spans is not None and (action.op in TIMED or action.op in self.handlers):
+        spans = self.computations.report.spans
+        if spans is not None and (action.op in TIMED or action.op in self.handlers):
             start = begin + waits.seconds  # a handler may wait anywhere; the default code waits first
             if action.op not in self.handlers:
                 start = max(begin, waits.ended)
-            self.report.spans.append(Span(self.rank, action, start, perf_counter(), waits.seconds))
-
-    # -- one by one
-
-    def compute(self, part: Action) -> None:
-        """Run one compute with the default code."""
-        function, stage, microbatch = self._default_entry(part)
-        try:
-            function(stage, microbatch)
-        except BaseException:
-            self._part = self._part or part  # the other half may fail after it, and because of it
-            raise
+            spans.append(Span(self.rank, action, start, perf_counter(), waits.seconds))
 
     # -- failing
 
     def _describe(self, error: BaseException) -> PeerFailure:
-        return failure_of(self.rank, error, self._part or self.where())
+        return failure_of(self.rank, error, self._failed or self.where())
 
     def where(self) -> Action | None:
         """The action that this rank is at, if it is at one; asked for by other threads too."""
         actions, position = self._actions, self._position
-        return actions[position] if self.running and self._ready and position < len(actions) else None
+        return actions[position] if self._running and self._ready and position < len(actions) else None
 
     @property
     def computing(self) -> bool:
@@ -316,7 +300,7 @@ class Executor:
 
     def progress(self) -> str:
         """Where this rank is in its program; asked for by other threads too."""
-        if self.transport.call and not self.running:
+        if self.transport.call and not self._running:
             return f"in {self.transport.call}"
         actions, position = self._actions, self._position
         last = actions[position - 1] if 0 < position <= len(actions) else None
@@ -349,9 +333,3 @@ class Executor:
                 self.transport.post(channel, action.microbatch)
         for channel, microbatch in self.mailbox.pending:
             self.transport.discard(channel, microbatch)
-
-
-def _sends(action: Action, made_by: Action) -> bool:
-    """Whether an action sends what a computation has made."""
-    sent = Op.SEND_F if made_by.op is Op.F else Op.SEND_B
-    return action.op is sent and (action.stage, action.microbatch) == (made_by.stage, made_by.microbatch)

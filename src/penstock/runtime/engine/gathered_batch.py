@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
+from penstock.runtime.backward.saved_graph import GatheredForward
 from penstock.runtime.batch.microbatch import Batch, dims_of_leaves
 from penstock.runtime.engine.stage import LossOf, StageInput
 
@@ -42,7 +43,7 @@ class GatheredBatch:
     def forward(self, stage: int, microbatch: int, arrived: Mapping[int, Any]) -> None:
         """One microbatch has come; the last one runs all."""
         computations = self._computations
-        given, owner, batch = computations.given, computations.stages[stage], computations.given.batch
+        step_input, owner, batch = computations.step_input, computations.stages[stage], computations.step_input.batch
         waiting = self._forward.setdefault(stage, {})
         waiting[microbatch] = arrived
         count = len(batch.args)
@@ -52,40 +53,39 @@ class GatheredBatch:
         rows = _rows(batch, stage)
         by_producer = {source: [waiting[number][source] for number in range(count)] for source in arrived}
         whole = {source: _join(stage, payloads, rows) for source, payloads in by_producer.items()}
-        args, kwargs = _join_batch(batch, given.batch_dims)
-        loss_of = self._loss_of(stage, rows) if owner.is_last and not given.attached else None
-        if given.training:
-            recompute = bool(given.recompute) or stage in given.recompute_stages
+        args, kwargs = _join_batch(batch, step_input.batch_dims)
+        loss_of = self._loss_of(stage, rows) if owner.is_last and not step_input.attached else None
+        if step_input.training:
+            recompute = bool(step_input.recompute) or stage in step_input.recompute_stages
             emitted, loss, extra = owner.forward(StageInput(0, whole, args, kwargs, loss_of, recompute=recompute))
-            owner.saved[0].gathered = True
-            owner.saved[0].wants = {source: [_wants(each) for each in by_producer[source]] for source in whole}
-            owner.saved[0].total = None if loss is None else loss.detach()
+            wants = {source: [_wants(each) for each in by_producer[source]] for source in whole}
+            owner.saved[0].gathered = GatheredForward(wants, None if loss is None else loss.detach())
         else:
             emitted, _, extra = owner.infer(StageInput(0, whole, args, kwargs, loss_of))
-        pieces = {target: _cut(stage, payload, rows) for target, payload in emitted.items()}
+        pieces = {target: _split_rows(stage, payload, rows) for target, payload in emitted.items()}
         for number in range(count):
-            own = {target: cut[number] for target, cut in pieces.items()}
+            own = {target: split[number] for target, split in pieces.items()}
             computations.deliver(stage, number, own, None, extra)  # an extra loss of all counts once for each
 
     def _loss_of(self, stage: int, rows: list[int]) -> LossOf | None:
         """The sum of the microbatches' losses, each by its share: the whole that enters the backward with 1."""
         computations = self._computations
-        given = computations.given
-        if given.loss_fn is None and given.training:
+        step_input = computations.step_input
+        if step_input.loss_fn is None and step_input.training:
             raise ModelError(
                 f"stage {stage} takes its batch in one piece and its output is the loss itself, which cannot be told "
                 f"apart by microbatch; pass loss_fn="
             )
-        if not computations.step_losses.are_wanted or given.loss_fn is None:
+        if not computations.step_losses.are_wanted or step_input.loss_fn is None:
             return None
 
         def loss_of(output: Any) -> Tensor:
             total: Tensor | None = None
-            for number, piece in enumerate(_cut(stage, output, rows)):
+            for number, piece in enumerate(_split_rows(stage, output, rows)):
                 loss = computations.step_losses.of(number, piece)
                 assert loss is not None
                 computations.losses[number] = loss.detach().clone()
-                seed = computations.step_losses.seeds.of(number, loss) if given.training else loss.new_ones(())
+                seed = computations.step_losses.seeds.of(number, loss) if step_input.training else loss.new_ones(())
                 if seed is not None:
                     total = loss * seed if total is None else total + loss * seed
             assert total is not None, "the shares of a batch are not all 0"
@@ -98,25 +98,29 @@ class GatheredBatch:
     def backward(self, stage: int, microbatch: int, gradients: Mapping[int, Gradients]) -> None:
         """The gradients of one microbatch have come; the last ones run all."""
         computations = self._computations
-        owner, batch = computations.stages[stage], computations.given.batch
+        owner, batch = computations.stages[stage], computations.step_input.batch
         waiting = self._backward.setdefault(stage, {})
         waiting[microbatch] = gradients
         count = len(batch.args)
         if len(waiting) < count:
             return
         del self._backward[stage]
-        rows, record = _rows(batch, stage), owner.saved[0]
+        rows, gathered = _rows(batch, stage), owner.saved[0].gathered
+        assert gathered is not None, "the forward was of all microbatches"
         whole = {
             target: _join_gradients([waiting[number][target] for number in range(count)], rows) for target in gradients
         }
-        seed = None if record.total is None else torch.ones_like(record.total)
+        seed = None if gathered.loss is None else torch.ones_like(gathered.loss)
         extra = computations.step_losses.seeds.extra * count  # of one forward, not of one for each microbatch
         back = owner.backward(0, whole, split_backward=False, loss_seed=seed, extra_seed=extra)
         if computations.hooks is not None:
             computations.hooks.after(stage)
         for number in range(count):
-            own = {source: _cut_gradients(found, record.wants[source], rows, number) for source, found in back.items()}
-            computations.give_back(stage, number, own)
+            own = {
+                source: _gradients_of_rows(found, gathered.wants[source], rows, number)
+                for source, found in back.items()
+            }
+            computations.send_gradients_back(stage, number, own)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,7 +174,7 @@ def _join(stage: int, payloads: Sequence[Any], rows: Sequence[int]) -> Any:
     return pytree.tree_unflatten(joined, specs[0])
 
 
-def _cut(stage: int, payload: Any, rows: Sequence[int]) -> list[Any]:
+def _split_rows(stage: int, payload: Any, rows: Sequence[int]) -> list[Any]:
     leaves, spec = pytree.tree_flatten(payload)
     total, columns = sum(rows), []
     for leaf in leaves:
@@ -209,7 +213,7 @@ def _join_gradients(parts: Sequence[Gradients], rows: Sequence[int]) -> list[Ten
     return joined
 
 
-def _cut_gradients(
+def _gradients_of_rows(
     found: Sequence[Tensor | None], wants: Sequence[Sequence[bool]], rows: Sequence[int], number: int
 ) -> list[Tensor | None]:
     """The gradients for one microbatch: of its tensors that want one, among those of all that do."""

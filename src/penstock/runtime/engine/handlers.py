@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +24,6 @@ class Context:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._done: set[Action] = set()  # computes that handlers have had run in this step
 
     @property
     def rank(self) -> int:
@@ -39,7 +38,7 @@ class Context:
     @property
     def batch(self) -> Batch:
         """Arguments, keyword arguments and targets of each microbatch."""
-        return self._executor.computations.given.batch
+        return self._executor.computations.step_input.batch
 
     @property
     def losses(self) -> Mapping[int, Tensor]:
@@ -84,8 +83,8 @@ class Context:
             action: The action, or an overlapped pair.
         """
         for part in action.parts():
-            self._executor.compute(part)
-            self._done.add(part)
+            self._executor.run_default(part)
+            self._executor.run_by_handlers.add(part)
 
     def run(self, action: Action) -> None:
         """Run any action in the default way.
@@ -95,23 +94,7 @@ class Context:
         """
         self._executor.run_default(action)
         own = self._executor.handlers if action.op.is_pair else ()  # a half's own handler is asked for that half
-        self._done.update(part for part in action.parts() if part.op not in own)
-
-    def _begin(self) -> None:
-        """A step begins."""
-        self._done.clear()
-
-    def _left_out(self, actions: Iterable[Action]) -> Action | None:
-        """A compute that a handler was given and that nobody has run.
-
-        Most are missed by whoever waits for their result. Nobody waits for a gradient of weights.
-        """
-        handlers = self._executor.handlers
-        for action in actions:
-            for part in action.parts():
-                if (action.op in handlers or part.op in handlers) and part.op.is_compute and part not in self._done:
-                    return part
-        return None
+        self._executor.run_by_handlers.update(part for part in action.parts() if part.op not in own)
 
 
 Handler = Callable[[Action, Context], None]

@@ -26,7 +26,7 @@ class _Route(NamedTuple):
 
     other: int  # the stage at the other end
     channel: Any  # a number, or None: it lives on this rank
-    alone: bool  # a message of its own, for nobody else
+    exclusive: bool  # a message of its own, for nobody else
 
 
 class ActionWait:
@@ -130,9 +130,9 @@ class Mailbox:
             return self.fetched.pop((direction, stage, microbatch))
         begin = 0.0 if self.waits is None else perf_counter()
         found: dict[int, Any] = {}
-        for other, channel, alone in self._arriving[direction, stage]:
+        for other, channel, exclusive in self._arriving[direction, stage]:
             try:
-                if alone:  # as in any chain of stages
+                if exclusive:  # as in any chain of stages
                     found[other] = self.ends.incoming[channel].receive(microbatch)
                 elif channel is not None:
                     found[other] = self._take_shared(direction, stage, other, channel, microbatch)
@@ -192,7 +192,7 @@ class Mailbox:
 
     def _put_up(self, route: _Route, reader: int, microbatch: int, payload: Any) -> None:
         ready = self.ends.outgoing[route.channel].ready
-        if route.alone:
+        if route.exclusive:
             ready[microbatch] = payload
         else:
             ready.setdefault(microbatch, {})[reader] = payload

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 from queue import SimpleQueue
 from time import monotonic
 from typing import Any
 
+import torch
+
+from penstock.errors import PeerFailure
+from penstock.runtime.engine.executor import Executor
+from penstock.runtime.engine.recorder import WallStart
 from penstock.runtime.engine.report import StepReport
+from penstock.runtime.engine.step_input import StepInput
 from penstock.runtime.transport import ThreadTransport, Transport
+from penstock.runtime.transport.failure.peer_failures import whole_again
+from penstock.schedule import Schedule
+
+GRACE = 2.0  # seconds: how long a failed step waits for ranks that are busy in the user's code
 
 
 class Workers:
@@ -49,6 +61,83 @@ def _serve(jobs: SimpleQueue[Any]) -> None:
         except BaseException as error:
             future.set_exception(error)
         del entry, job, future  # an idle worker holds nothing of a step
+
+
+class RankThreads:
+    """The ranks of one pipeline on their threads: runs a step on all of them, and knows who has not left a failed one.
+
+    `abort` ends what ranks wait for, `reset` forgets what a failed step left behind.
+    """
+
+    def __init__(
+        self, executors: Mapping[int, Executor], abort: Callable[[PeerFailure], None], reset: Callable[[], None]
+    ) -> None:
+        self._executors, self._abort, self._reset = executors, abort, reset
+        self.workers = Workers(list(executors))
+        self.late: dict[int, Future[list[StepReport]]] = {}  # ranks that have not left a failed step yet
+
+    def run(
+        self,
+        program: Schedule,
+        given: Mapping[int, StepInput],
+        wall_start: WallStart | None,
+        variables: contextvars.Context,
+    ) -> list[StepReport]:
+        """The program on all ranks; every rank's report, or the one failure that ended it."""
+        threads = torch.get_num_threads()
+
+        def work(executor: Executor) -> list[StepReport]:
+            if torch.get_num_threads() != threads:  # the user's number is known to the thread that gave it, until asked
+                torch.set_num_threads(threads)
+            return executor.run(program, given[executor.rank], wall_start=wall_start, together=True).reports()
+
+        futures: dict[int, Future[list[StepReport]]] = {}
+        errors: list[BaseException] = []
+        try:
+            for rank, executor in self._executors.items():
+                futures[rank] = self.workers.submit(rank, partial(variables.copy().run, work, executor))
+            wait(futures.values(), return_when=FIRST_EXCEPTION)
+            errors = _errors(futures.values())
+            if not errors:
+                return futures[0].result()
+            self._leave(futures)
+            errors = _errors(futures.values())
+            raise whole_again(min(errors, key=_precedence))  # by `reset`: threads have no link to lose
+        except BaseException as error:
+            if not errors:  # Ctrl-C: stop the ranks, then leave
+                self._abort(PeerFailure(0, f"stopped by {type(error).__name__}"))
+                self._leave(futures)
+            raise
+        finally:
+            del futures, errors  # an error that its own frame holds would keep the whole step alive
+
+    def _leave(self, futures: Mapping[int, Future[list[StepReport]]]) -> None:
+        """A failed step ends with its ranks, but for those that are deep in the user's code: nobody can stop these."""
+        self.late = dict(futures)  # at once: a second Ctrl-C may end the wait
+        if not self.wait_for_late():
+            self._reset()
+
+    def wait_for_late(self) -> Mapping[int, Future[list[StepReport]]]:
+        """Wait a moment for ranks that are late; returns those that still are."""
+        wait(self.late.values(), GRACE)
+        self.late = {rank: future for rank, future in self.late.items() if not future.done()}
+        return self.late
+
+    def close(self) -> None:
+        """End the threads."""
+        self.workers.stop()
+        self.workers.join(GRACE)
+
+
+def _errors(futures: Iterable[Future[list[StepReport]]]) -> list[BaseException]:
+    return [error for future in futures if future.done() and (error := future.exception()) is not None]
+
+
+def _precedence(error: BaseException) -> int:
+    """Of the errors of several ranks: sys.exit() before all, then the one that knows its cause as an exception."""
+    if not isinstance(error, PeerFailure):
+        return 0
+    return 1 if error.__cause__ is not None else 2
 
 
 class GeneratorTimeout:

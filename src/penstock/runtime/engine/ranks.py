@@ -12,13 +12,12 @@ import contextvars
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
 
-from penstock.errors import PeerFailure, RunError, UsageError
+from penstock.errors import RunError, UsageError
 from penstock.model.original.changes import Changes
 from penstock.model.part import StagePart
 from penstock.model.staged_model import StagedModel
@@ -26,8 +25,8 @@ from penstock.optim.precision import Precision, caller_precision, empty_cache
 from penstock.runtime.backward.saved_graph import own_by_hook
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.mailbox import Mailbox
-from penstock.runtime.engine.rank_threads import GeneratorTimeout, Workers
-from penstock.runtime.engine.recorder import Begun
+from penstock.runtime.engine.rank_threads import GeneratorTimeout, RankThreads
+from penstock.runtime.engine.recorder import WallStart
 from penstock.runtime.engine.report import EndedStep, StepReport
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.engine.step_input import Refused, StepInput
@@ -41,18 +40,16 @@ from penstock.runtime.state.randomness import (
 )
 from penstock.runtime.state.transaction import Transaction
 from penstock.runtime.transport import ThreadTransport, Transport
-from penstock.runtime.transport.compiling import may_compile
-from penstock.runtime.transport.failure.peer_failures import whole_again
+from penstock.runtime.transport.compiling import listen_to_dynamo
 from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.schedule import Placement, Schedule
 
 GENERATOR_LOCK = GeneratorLock()  # torch has one generator in a process, so there is one of these
-GRACE = 2.0  # seconds: how long a failed step waits for ranks that are busy in the user's code
 
 
 @contextmanager
 def calling(transport: Transport, call: str) -> Iterator[None]:
-    """A context in which this process is in a call that all ranks must make; an outer call counts."""
+    """A context in which this process is in a call that all ranks must make; the outermost name is kept."""
     outer, transport.call = transport.call, transport.call or call
     try:
         yield
@@ -74,18 +71,18 @@ class LocalRanks:
         counter: StepCounter,
         devices: Mapping[int, torch.device | None],
         stage_type: type[Stage] = Stage,
+        atomic: bool = False,
     ) -> None:
         self.counter = counter
+        self._atomic = atomic
         self._stage_type = stage_type
         self._devices = devices
         self.transports = list(transports)
-        self._threads = len(transports) > 1
         self._inside = False
         self._patience = GeneratorTimeout(transports)
-        self._takes_turns = self._threads or stage_type.attached
+        self._takes_turns = len(transports) > 1 or stage_type.attached
         self.thread_randomness = ThreadRandomness(GENERATOR_LOCK, counter.seed_for, self._patience.waits)
-        self._late: dict[int, Future[list[StepReport]]] = {}  # ranks that have not left a failed step yet
-        self._transaction: Transaction | None = None
+        self._threads: RankThreads | None = None  # of ranks that are threads, from their first step on
         self.executors: dict[int, Executor] = {}
         for transport in transports:
             rank = transport.rank
@@ -99,13 +96,15 @@ class LocalRanks:
                 for index in placement.stages_of(rank)
             }
             for index, stage in stages.items():
+                stage.part.around = unit_stream
                 others = (part for part in staged.parts if part.index != index and not part.reads_inputs)
                 stage.guarded.others_take = () if stage.part.reads_inputs else [part.takes for part in others]
             mailbox = Mailbox(rank, placement, staged.topology, transport)
             self.executors[rank] = Executor(rank, stages, mailbox, transport)
         has_last = (each for each in self.executors.values() if any(stage.is_last for stage in each.stages.values()))
         self.last = next(has_last, None)  # the local executor that has the last stage
-        self._workers: Workers | None = None
+        # what undoes a failed step: two, for a step of `train_steps` may be undone when the next one has run
+        self.transactions = (self._make_transaction(), self._make_transaction())
         self._model = staged.model
         self.track_changes()
 
@@ -125,14 +124,15 @@ class LocalRanks:
 
     def successor(self, staged: StagedModel, placement: Placement) -> LocalRanks:
         """The ranks for another cut, on the same transports; these must not be used any more."""
-        if self._workers is not None:
-            self._workers.stop()
-        after = LocalRanks(staged, placement, self.transports, self.counter, self._devices, self._stage_type)
+        if self._threads is not None:
+            self._threads.workers.stop()
+        after = LocalRanks(
+            staged, placement, self.transports, self.counter, self._devices, self._stage_type, self._atomic
+        )
         after.precision, after.keeps_casts = self.precision, self.keeps_casts
         return after
 
     def _randomness(self, part: StagePart, device: torch.device | None) -> StageRandomness:
-        part.around = unit_stream
         if self._takes_turns:
             return self.thread_randomness.of(part.index, part.stream, part.module, device)
         return seeded(self.counter, part.stream, device)
@@ -160,7 +160,7 @@ class LocalRanks:
             raise UsageError("this pipeline is in a step already; use it from one thread at a time")
         self._inside = True
         if "torch._dynamo" in sys.modules:
-            may_compile()  # from now on, it is known when
+            listen_to_dynamo()
         try:
             with GENERATOR_LOCK.around_step(self._takes_turns) as lock, self.precise():
                 if self._takes_turns:
@@ -174,33 +174,35 @@ class LocalRanks:
         program: Schedule,
         given: Mapping[int, StepInput] | Refused,
         *,
-        record: Begun | None = None,
+        wall_start: WallStart | None = None,
         variables: contextvars.Context | None = None,
     ) -> list[StepReport]:
         """The program on all local ranks, inside of `step()`; every rank's report, or the one failure that ended it.
 
         `variables` are the context variables that workers see; without any, those of the caller.
         """
-        if self._threads:
+        if len(self.transports) > 1:
             if isinstance(given, Refused):
                 raise given.error
-            return self._run_threads(program, given, record, variables or contextvars.copy_context())
+            self._threads = self._threads or self._start_threads()
+            return self._threads.run(program, given, wall_start, variables or contextvars.copy_context())
         ((rank, executor),) = self.executors.items()
-        run = partial(executor.run, program, given if isinstance(given, Refused) else given[rank], record=record)
+        run = partial(
+            executor.run,
+            program,
+            given if isinstance(given, Refused) else given[rank],
+            wall_start=wall_start,
+            together=True,
+        )
         try:
             return (run() if variables is None else variables.copy().run(run)).reports()
         finally:
-            executor.running = False
             del run, given  # an error that its own frame holds would keep the whole step alive
 
     def run_without_exchange(self, program: Schedule, given: Mapping[int, StepInput] | Refused) -> EndedStep:
         """The program on the one local rank of a process, without waiting for the others at its end."""
         ((rank, executor),) = self.executors.items()
-        try:
-            return executor.run(program, given if isinstance(given, Refused) else given[rank])
-        finally:
-            executor.running = False
-            del given  # an error that its own frame holds would keep the whole step alive
+        return executor.run(program, given if isinstance(given, Refused) else given[rank])
 
     @contextmanager
     def precise(self) -> Iterator[list[Precision | None]]:
@@ -233,79 +235,37 @@ class LocalRanks:
         found = {parameter.device.type for module in modules for parameter in module.parameters()} - {"meta"}
         return found or {"cpu"}
 
-    def _run_threads(
-        self, program: Schedule, given: Mapping[int, StepInput], record: Begun | None, variables: contextvars.Context
-    ) -> list[StepReport]:
-        if self._workers is None:
-            self._workers = Workers(list(self.executors))
-            weakref.finalize(self, self._workers.stop)
-            self._patience.ranks = self._workers.ranks
-            if not self._stage_type.attached:
-                for hook in own_by_hook([stage.fresh for stage in self._stages()]):
-                    weakref.finalize(self, hook.remove)
-
-        threads = torch.get_num_threads()
-
-        def work(executor: Executor) -> list[StepReport]:
-            if torch.get_num_threads() != threads:  # the user's number is known to the thread that gave it, until asked
-                torch.set_num_threads(threads)
-            try:
-                return executor.run(program, given[executor.rank], record=record).reports()
-            finally:
-                executor.running = False
-
-        futures: dict[int, Future[list[StepReport]]] = {}
-        errors: list[BaseException] = []
-        try:
-            for rank, executor in self.executors.items():
-                futures[rank] = self._workers.submit(rank, partial(variables.copy().run, work, executor))
-            wait(futures.values(), return_when=FIRST_EXCEPTION)
-            errors = _errors(futures.values())
-            if not errors:
-                return futures[0].result()
-            self._leave(futures)
-            errors = _errors(futures.values())
-            raise whole_again(min(errors, key=_precedence))  # by `reset`: threads have no link to lose
-        except BaseException as error:
-            if not errors:  # Ctrl-C: stop the ranks, then leave
-                self.transports[0].abort(PeerFailure(0, f"stopped by {type(error).__name__}"))
-                self._leave(futures)
-            raise
-        finally:
-            del futures, errors  # an error that its own frame holds would keep the whole step alive
-
-    def _leave(self, futures: Mapping[int, Future[list[StepReport]]]) -> None:
-        """A failed step ends with its ranks, but for those that are deep in the user's code: nobody can stop these."""
-        self._late = dict(futures)  # at once: a second Ctrl-C may end the wait
-        if not self._wait_for_late():
-            self.reset()
-
-    def _wait_for_late(self) -> Mapping[int, Future[list[StepReport]]]:
-        wait(self._late.values(), GRACE)
-        self._late = {rank: future for rank, future in self._late.items() if not future.done()}
-        return self._late
+    def _start_threads(self) -> RankThreads:
+        threads = RankThreads(self.executors, self.transports[0].abort, self.reset)
+        weakref.finalize(self, threads.workers.stop)
+        self._patience.ranks = threads.workers.ranks
+        if not self._stage_type.attached:
+            for hook in own_by_hook([stage.fresh for stage in self._stages()]):
+                weakref.finalize(self, hook.remove)
+        return threads
 
     def wait_for_late_ranks(self) -> None:
         """Before anything that uses the stages: no rank may be in a step that failed, and what one did is undone."""
-        if not self._late:
+        if self._threads is None or not self._threads.late:
             return
-        if self._wait_for_late():
+        if late := self._threads.wait_for_late():
             lines = "; ".join(f"rank {rank} {executor.progress()}" for rank, executor in self.executors.items())
             raise RunError(
-                f"{len(self._late)} ranks are still running their own code after a step that failed ({lines}); "
+                f"{len(late)} ranks are still running their own code after a step that failed ({lines}); "
                 f"wait for them, or make a new Pipeline of a copy of the model: they may still write to this one"
             )
         self.reset()
-        if self._transaction is not None:
-            self._transaction.undo_late()
+        for transaction in self.transactions:
+            transaction.undo_late()
 
-    def guard(self, atomic: bool) -> Transaction:
-        """The transaction that steps of these ranks are."""
+    def _late_ranks(self) -> Iterable[int]:
+        return () if self._threads is None else self._threads.late
+
+    def _make_transaction(self) -> Transaction:
         stages = {rank: executor.stages for rank, executor in self.executors.items()}
         last = None if self.last is None else self.last.rank
-        alone = all(isinstance(each, ThreadTransport) for each in self.transports)
-        self._transaction = Transaction(stages, last, self.counter, lambda: self._late, atomic=atomic, alone=alone)
-        return self._transaction
+        one_process = all(isinstance(each, ThreadTransport) for each in self.transports)
+        return Transaction(stages, last, self.counter, self._late_ranks, atomic=self._atomic, one_process=one_process)
 
     @contextmanager
     def evaluating(self, held: Iterable[torch.nn.Module]) -> Iterator[None]:
@@ -340,16 +300,15 @@ class LocalRanks:
         """Forget what a failed step left behind."""
         for executor in self.executors.values():
             executor.computations.clear()
-        if self._threads:
+        if len(self.transports) > 1:
             for transport in self.transports:
                 transport.reset()
 
     def close(self) -> None:
         """End the workers and give back what the transports hold."""
-        if self._workers is not None:
-            self._workers.stop()
-            self._workers.join(GRACE)
-            self._workers = None
+        if self._threads is not None:
+            self._threads.close()
+            self._threads = None
         for transport in self.transports:
             transport.close()
 
@@ -357,14 +316,3 @@ class LocalRanks:
         """The modules of the local stages, in the order of stages."""
         stages = (pair for executor in self.executors.values() for pair in executor.stages.items())
         return {index: stage.module for index, stage in sorted(stages, key=lambda pair: pair[0])}
-
-
-def _errors(futures: Iterable[Future[list[StepReport]]]) -> list[BaseException]:
-    return [error for future in futures if future.done() and (error := future.exception()) is not None]
-
-
-def _precedence(error: BaseException) -> int:
-    """Of the errors of several ranks: sys.exit() before all, then the one that knows its cause as an exception."""
-    if not isinstance(error, PeerFailure):
-        return 0
-    return 1 if error.__cause__ is not None else 2

@@ -34,7 +34,7 @@ ROUNDS = 16
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # ranks with the same one share the monotonic clock
 
 
-class Begun(NamedTuple):
+class WallStart(NamedTuple):
     """Since when a step's wall time counts, and how much of it was an optimizer's."""
 
     start: float
@@ -53,14 +53,14 @@ class Recorder:
         self._optimizer = 0.0
         self._began: list[float] = []
 
-    def begin(self) -> Begun:
+    def begin(self) -> WallStart:
         """A step begins in this process."""
-        return Begun(perf_counter() if self._last is None else self._last, self._optimizer)
+        return WallStart(perf_counter() if self._last is None else self._last, self._optimizer)
 
     def keep(self, reports: Sequence[StepReport]) -> None:
         """A step is done: what all ranks report of it is the timeline now."""
         self._last, self._optimizer = perf_counter(), 0.0
-        self.silent = [rank for rank, report in enumerate(reports) if report.begun is None]
+        self.silent = [rank for rank, report in enumerate(reports) if report.wall_start is None]
         if self.silent:
             return
         spans: list[Span] = []
@@ -71,9 +71,9 @@ class Recorder:
             for span in report.spans or ():
                 moved = span._replace(start=span.start - shift, end=span.end - shift)
                 (chores if span.action.op.is_transfer or span.action.op.is_sharding else spans).append(moved)
-            if report.begun is not None:
+            if report.wall_start is not None:
                 end = report.ended - shift
-                walls.append(Wall(report.begun.start - shift, end, max(done, end), report.begun.optimizer))
+                walls.append(Wall(report.wall_start.start - shift, end, max(done, end), report.wall_start.optimizer))
         self.timeline.fill(spans, chores, walls)
 
     @contextmanager

@@ -20,8 +20,8 @@ from torch import Tensor
 from penstock.errors import ModelError, PeerFailure, RunError, UsageError
 from penstock.messages import plain
 from penstock.runtime.batch.comparison import Readers, different_batches, left_out, unlike
-from penstock.runtime.batch.fingerprint import BatchFingerprint, GivenBatch
-from penstock.runtime.engine.recorder import Begun
+from penstock.runtime.batch.fingerprint import BatchFingerprint, FingerprintedBatch
+from penstock.runtime.engine.recorder import WallStart
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.failure.peer_failures import with_report
 from penstock.schedule import Action, Span
@@ -42,12 +42,12 @@ class StepReport:
     steps: int | None = None  # that this rank has completed
     fingerprint: BatchFingerprint | None = None  # what this rank was given
     spans: list[Span] | None = None
-    begun: Begun | None = None  # of a step that is recorded
+    wall_start: WallStart | None = None  # of a step that is recorded
     ended: float = 0.0  # when all was computed and sent
     norm: tuple[float, torch.dtype] | None = None  # of this rank's gradients, where the next update depends on all
 
 
-plain.register(Begun, start=float, optimizer=float)
+plain.register(WallStart, start=float, optimizer=float)
 plain.register(Span, rank=int, action=Action, start=float, end=float, wait=float)
 plain.register(
     StepReport,
@@ -62,7 +62,7 @@ plain.register(
     steps=int | None,
     fingerprint=tuple | None,
     spans=list | None,
-    begun=Begun | None,
+    wall_start=WallStart | None,
     ended=float,
     norm=tuple | None,
 )
@@ -84,7 +84,8 @@ class EndedStep:
     """What one rank has to say of a step, and what it needs to understand what the others say.
 
     `failure` is why the step failed here, and `own` the exception of this rank that was the reason, if there was one.
-    `computed`: the step has come to its first action. `forget` is called if the step has failed anywhere.
+    `computed`: the step has come to its first action. `forget` is called if the step has failed anywhere,
+    `leave` when that is known.
     """
 
     def __init__(
@@ -94,22 +95,25 @@ class EndedStep:
         failure: PeerFailure | None,
         own: BaseException | None,
         *,
-        sampled: GivenBatch | None,
+        fingerprinted: FingerprintedBatch | None,
         readers: Readers | None,
         computed: bool,
         forget: Callable[[], None],
+        leave: Callable[[], None],
     ) -> None:
         self.report = report
         self.failure = report.failure = failure
         self._transport = transport
         self._own = own
-        self._sampled, self._readers = sampled, readers
+        self._fingerprinted, self._readers = fingerprinted, readers
         self._computed = computed
-        self._forget = forget
+        self._forget, self._leave = forget, leave
         self.told: list[StepReport] = []  # by all ranks, once that is known
         self._collect: Callable[[], list[Any]] | None = None
-        if sampled is not None and not (own and sampled.pending):  # a device that failed is not asked any more
-            report.fingerprint = sampled.fingerprint()
+        if fingerprinted is not None and not (
+            own and fingerprinted.pending
+        ):  # a device that failed is not asked any more
+            report.fingerprint = fingerprinted.fingerprint()
 
     @property
     def interrupt(self) -> BaseException | None:
@@ -141,6 +145,7 @@ class EndedStep:
                 raise own  # a wrong batch is the caller's error, and no rank's failure here
             raise wrong from own
         finally:
+            self._leave()
             del own  # an error that its own frame holds would keep the whole step alive
 
     def _compare_batches(self, reports: list[StepReport]) -> str:
@@ -149,7 +154,9 @@ class EndedStep:
         odd = [] if fingerprints.count(fingerprints[0]) == len(fingerprints) else unlike(fingerprints)
         if not odd:
             return ""
-        return different_batches(self._transport.exchange({} if self._sampled is None else self._sampled.details(odd)))
+        return different_batches(
+            self._transport.exchange({} if self._fingerprinted is None else self._fingerprinted.details(odd))
+        )
 
 
 def what_went_wrong(
@@ -257,10 +264,10 @@ class StepResult:
         output: The model's output for the batch, if it was asked for, on the rank of the last stage.
     """
 
-    loss: Tensor | None  # of the whole batch, over all replicas
-    losses: tuple[Tensor, ...] = ()  # of each microbatch of this replica, by its number
-    extra_losses: Mapping[str, float] = field(default_factory=dict)  # what stages gave to add_loss
-    output: Any = None  # merged, where asked for, on the rank of the last stage
+    loss: Tensor | None
+    losses: tuple[Tensor, ...] = ()
+    extra_losses: Mapping[str, float] = field(default_factory=dict)
+    output: Any = None
 
 
 class _LossValue(Tensor):

@@ -21,10 +21,9 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, RunError
 from penstock.model.part import OUTPUT, StagePart
 from penstock.optim.precision import Precision
-from penstock.runtime.backward.products import DeferringMode
+from penstock.runtime.backward.deferred_weights import DeferredWeights
+from penstock.runtime.backward.deferring_mode import DeferrableParameters, DeferringMode
 from penstock.runtime.backward.saved_graph import FreshGradients, RunBackward, SavedGraph
-from penstock.runtime.backward.split import DeferredWeights
-from penstock.runtime.backward.stage_parameters import StageParameters
 from penstock.runtime.loss.module import StageAndLoss
 from penstock.runtime.state.attributes import Attributes
 from penstock.runtime.state.batch_norm import Statistics, whole_norms
@@ -79,7 +78,7 @@ class Stage:
         self.statistics = Statistics.of(part.module)  # of batch norms that the whole batch updates once
         self._whole_norms = whole_norms(part.module)
         self._waiting: dict[int, DeferredWeights] = {}  # between I and W
-        self._parameters = StageParameters()
+        self._parameters = DeferrableParameters()
         self._buffers = Buffers(part.index, self.holds)
         self._attributes = Attributes(part.index, self.holds)
         self.fresh = FreshGradients(self.holds)
@@ -111,41 +110,44 @@ class Stage:
 
     # -- forward
 
-    def infer(self, given: StageInput, graph: bool = False) -> Forward:
+    def infer(self, stage_input: StageInput, graph: bool = False) -> Forward:
         """A forward that keeps nothing; the loss has a graph only if that is asked for."""
-        phase = Phase("forward", given.microbatch, self.statistics)
+        phase = Phase("forward", stage_input.microbatch, self.statistics)
         precise = _NOTHING if self.precision is None else self.precision()
-        with torch.set_grad_enabled(graph), self._random_numbers(given.microbatch) or _NOTHING, phase, precise:
-            emitted = self.guarded.run(given.arrived, given.args, given.kwargs, self._final)
-            loss = None if given.loss_of is None else given.loss_of(emitted[OUTPUT])
+        with torch.set_grad_enabled(graph), self._random_numbers(stage_input.microbatch) or _NOTHING, phase, precise:
+            emitted = self.guarded.run(stage_input.arrived, stage_input.args, stage_input.kwargs, self._final)
+            loss = None if stage_input.loss_of is None else stage_input.loss_of(emitted[OUTPUT])
         return emitted, loss, phase.extra
 
-    def forward(self, given: StageInput) -> Forward:
+    def forward(self, stage_input: StageInput) -> Forward:
         """Run a microbatch forward and keep its graph for the backward."""
-        if given.microbatch in self.saved:
+        if stage_input.microbatch in self.saved:
             raise RunError(
-                f"stage {self.part.index} has run microbatch {given.microbatch} forward already in this step"
+                f"stage {self.part.index} has run microbatch {stage_input.microbatch} forward already in this step"
             )
-        self.saved[given.microbatch] = graph = SavedGraph(given.microbatch, given.arrived)
-        if given.recompute:
-            return self._run_for_recompute(graph, given)
+        self.saved[stage_input.microbatch] = graph = SavedGraph(stage_input.microbatch, stage_input.arrived)
+        if stage_input.recompute:
+            return self._run_for_recompute(graph, stage_input)
         if not self._attributes.in_use or not any(other.recompute for other in self.saved.values()):
-            return self._run(graph, given)
+            return self._run(graph, stage_input)
         attributes = self._attributes.before()  # what this forward changes, others that run again must not see
-        results = self._run(graph, given)
+        results = self._run(graph, stage_input)
         self._attributes.after(attributes)
         return results
 
-    def _run_for_recompute(self, graph: SavedGraph, given: StageInput) -> Forward:
+    def _run_for_recompute(self, graph: SavedGraph, stage_input: StageInput) -> Forward:
         """A forward that will run again: on the same tensors, in containers of its own, and on the same state."""
         # the graph is built, so that the outputs say truly whether they want a gradient, but it
         # saves nothing and is dropped here; the very first also shows which weights can wait for W,
         # so that the gradients of all microbatches are added in W, in their order
-        learns = given.split_backward and not self._parameters.known
-        buffers, watched = self._buffers.before(), versions((dict(given.arrived), given.args, dict(given.kwargs)))
+        learns = stage_input.split_backward and not self._parameters.known
+        buffers, watched = (
+            self._buffers.before(),
+            versions((dict(stage_input.arrived), stage_input.args, dict(stage_input.kwargs))),
+        )
         attributes = self._attributes.before()
         with nullcontext() if learns else saved_tensors_hooks(_save_small_only, _never_unpack):
-            results = self._run(graph, given.with_own_containers(split_backward=learns), "checkpointing")
+            results = self._run(graph, stage_input.with_own_containers(split_backward=learns), "checkpointing")
         self._buffers.after(buffers)
         self._attributes.after(attributes)
         graph.forget_graph()
@@ -153,34 +155,38 @@ class Stage:
 
         def again() -> None:
             self.precision = precision
-            what = f"what stage {self.part.index} was given for microbatch {given.microbatch}"
+            what = f"what stage {self.part.index} was given for microbatch {stage_input.microbatch}"
             check_unwritten(what, watched, "between its forward and its recomputation, by its maker or the user")
             with self._buffers.as_they_were(buffers), self._attributes.as_they_were(attributes):
-                self._run(graph, given.with_own_containers(split_backward=given.split_backward), "recomputing")
+                self._run(
+                    graph, stage_input.with_own_containers(split_backward=stage_input.split_backward), "recomputing"
+                )
 
         graph.recompute = again
         return results
 
-    def _run(self, graph: SavedGraph, given: StageInput, kind: str = "forward") -> Forward:
-        numbers = self._random_numbers(given.microbatch) or _NOTHING
-        phase, recording, products = Phase(kind, given.microbatch, self.statistics), _NOTHING, None
-        if given.split_backward:
-            products = DeferringMode(self._parameters)
-            graph.deferred = products.deferred
-            recording = _NOTHING if self._parameters.differentiates else products
+    def _run(self, graph: SavedGraph, stage_input: StageInput, kind: str = "forward") -> Forward:
+        numbers = self._random_numbers(stage_input.microbatch) or _NOTHING
+        phase, recording, mode = Phase(kind, stage_input.microbatch, self.statistics), _NOTHING, None
+        if stage_input.split_backward:
+            mode = DeferringMode(self._parameters)
+            graph.deferred = mode.deferred
+            recording = _NOTHING if self._parameters.differentiates else mode
         loss: Tensor | None = None
-        outer, NOW.phase = NOW.phase, phase
+        outer, NOW.phase = NOW.phase, phase  # as `with phase` does, without its two calls per compute
         try:
             with numbers, _NOTHING if self.precision is None else self.precision():
-                emitted = self.guarded.run(given.arrived, given.args, given.kwargs, self._final, recording)
-                if given.loss_of is not None:
+                emitted = self.guarded.run(
+                    stage_input.arrived, stage_input.args, stage_input.kwargs, self._final, recording
+                )
+                if stage_input.loss_of is not None:
                     with recording:
-                        loss = given.loss_of(emitted[OUTPUT])
+                        loss = stage_input.loss_of(emitted[OUTPUT])
         finally:
             NOW.phase = outer
         ends = graph.end_forward(emitted, loss, phase.extra, self.attached)
-        if products is not None and products.candidates:
-            products.learn(ends)
+        if mode is not None and mode.candidates:
+            mode.learn(ends)
         self._inspect_graph(graph, kind)
         return emitted, loss, phase.extra
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from penstock.runtime.batch.comparison import Readers
-from penstock.runtime.batch.fingerprint import GivenBatch
+from penstock.runtime.batch.fingerprint import FingerprintedBatch
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.loss.pair_check import PairCheck
 from penstock.runtime.loss.shares import Shares
@@ -34,7 +34,7 @@ class StepInput:
     check: PairCheck | None = None  # of the loss, in a step that needs one
     replicas: int = 1  # that work on a batch each
     steps: int | None = None  # that this rank has completed
-    sampled: GivenBatch | None = None  # where ranks compare what they were given
+    fingerprinted: FingerprintedBatch | None = None  # where ranks compare what they were given
     readers: Readers | None = None  # which ranks need an argument, where each brings its own
 
 

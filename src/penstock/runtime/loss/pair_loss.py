@@ -70,7 +70,7 @@ def untouched(loss_fn: Callable[..., Any]) -> Iterator[Callable[[], bool]]:
     before, others = random_state(), elsewhere()
     drawn = False
     with ExitStack() as stack:
-        for module in _modules_of(loss_fn):
+        for module in _called_modules(loss_fn):
             stack.enter_context(undone(module))
         try:
             yield lambda: drawn
@@ -86,8 +86,8 @@ def untouched(loss_fn: Callable[..., Any]) -> Iterator[Callable[[], bool]]:
                     numpy.random.set_state(others[1])
 
 
-def _modules_of(loss_fn: Any) -> list[nn.Module]:
-    """The modules whose state a call may change: the loss itself, or what it is a method of."""
+def _called_modules(loss_fn: Any) -> list[nn.Module]:
+    """The modules that a call runs: the loss or its owner, and not what its code names (`transaction.modules_of`)."""
     while isinstance(loss_fn, functools.partial):
         loss_fn = loss_fn.func
     owner = getattr(loss_fn, "__self__", None)

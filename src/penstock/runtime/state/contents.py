@@ -101,7 +101,7 @@ class _Kept:
         """Whether the contents are the same bits."""
         if self.place != _place(self.tensor) or self.version != version_of(self.tensor):
             return False
-        return self.copy is not None and self.memory is not None and _same_bits(self.memory, self.copy)
+        return self.copy is not None and self.memory is not None and _surely_same_bits(self.memory, self.copy)
 
     def put_back(self) -> bool:
         """False where it has changed, and nobody knows what it was."""
@@ -113,7 +113,7 @@ class _Kept:
         with torch.inference_mode(self.tensor.is_inference()):
             if self.memory is None:
                 self.tensor.copy_(self.copy)
-            elif not _same_bits(self.memory, self.copy):
+            elif not _surely_same_bits(self.memory, self.copy):
                 self.memory.copy_(self.copy)
         return True
 
@@ -128,8 +128,8 @@ def _covered(tensor: Tensor) -> Tensor:
     return tensor if extent > tensor.numel() else tensor.as_strided((extent,), (1,))
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Also of numbers that are none, and of -0.0 and 0.0."""
+def _surely_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Like `memory.same_bits`, but False where it would take a copy to find out."""
     if not one.is_contiguous() or one.is_conj() or one.is_neg():
         return False
     return torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))

@@ -44,7 +44,7 @@ Watched = list[tuple[Tensor, int]]  # tensors, and the versions that they had
 Run = Callable[[Mapping[int, Any], tuple[Any, ...], Mapping[str, Any]], dict[int, Any]]
 
 use_count = torch._C._storage_Use_Count  # of a storage: the tensors in it, and its own object
-ALONE = 2  # the count of a storage in which one tensor is
+ONE_HOLDER = 2  # the count of a storage in which one tensor is
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 

@@ -64,12 +64,12 @@ class Transaction:
         late: Callable[[], Iterable[int]],
         *,
         atomic: bool = False,
-        alone: bool = True,
+        one_process: bool = True,
     ) -> None:
         self._counter = counter
         self._late = late
         self._atomic = atomic
-        self._alone = alone  # no other process has ranks of this pipeline
+        self._one_process = one_process  # no other process has ranks of this pipeline
         self._stages, self._last = stages, last
         self._ranks = {rank: _RankState(atomic) for rank in stages}
         self._inside = False
@@ -170,7 +170,7 @@ class Transaction:
                 f"some before it; call zero_grad() before the next step. Pipeline(..., atomic=True) keeps a copy of "
                 f"such gradients, and puts it back"
             )
-        elif had and not (self._atomic or set_aside or self._alone):
+        elif had and not (self._atomic or set_aside or self._one_process):
             error.add_note(
                 "the gradients of this rank are as before the step; those of other ranks may contain a part of the "
                 "failed step: call zero_grad() on every rank before the next step, or use Pipeline(..., atomic=True)"

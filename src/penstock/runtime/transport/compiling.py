@@ -48,14 +48,13 @@ class _Compilations:
 _compilations = _Compilations()
 
 
-def may_compile() -> bool:
-    """Whether this process has loaded what compiles; from here on, all compilations are known."""
+def listen_to_dynamo() -> None:
+    """From here on, if this process has loaded what compiles, all compilations are known."""
     _compilations.listen()
-    return "torch._dynamo" in sys.modules
 
 
 def has_compiled() -> bool:
-    """Whether this process has compiled, or does, as far as it was known when (`may_compile`)."""
+    """Whether this process has compiled, or does, as far as it was known when (`listen_to_dynamo`)."""
     return _compilations.has_begun
 
 

@@ -2,7 +2,7 @@
 
 A builder is a pure function from whole numbers to each rank's compute order; it works for
 every number of ranks and microbatches. `build` finds it by name, and turns its order into an
-aligned `Schedule`. Families that are defined for one stage a rank run several as a block:
+aligned `Schedule`. Families that are defined for one stage per rank run several as a block:
 neighbouring stages on one rank, one after the other, exactly as if they were one stage.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from penstock.errors import UsageError
 from penstock.rules import check_count
@@ -43,21 +44,52 @@ class Family:
         cap: The most activations that a rank may hold, as a function of (ranks, stages per rank), where `build(costs=)`
             shall make an order for the costs.
         drafts: Whether `order` takes `weights=False`, for a caller that places W itself.
+        as_one_stage: The family that has the same order where each rank has one stage, if there is one.
+        trains: Whether it has a backward.
     """
 
     name: str
     order: Callable[..., Order]
-    layout: str  # "block", "loop" or "v": where a rank's stages are
+    layout: str
     summary: str
     aliases: tuple[str, ...] = ()
-    stages_per_rank: int = 1  # unless the user says otherwise
-    cap: Callable[[int, int], int] | None = None  # None: the order is the same whatever things cost
+    stages_per_rank: int = 1
+    cap: Callable[[int, int], int] | None = None
     drafts: bool = False
+    as_one_stage: str | None = None
+    trains: bool = True
 
     @property
     def placed(self) -> Callable[[int, int], Placement]:
         """The function from (ranks, stages per rank) to the placement."""
         return {"block": Placement.block, "loop": Placement.loop, "v": Placement.v}[self.layout]
+
+    def rows(self, ranks: int, microbatches: int, stages_per_rank: int, **options: bool) -> Order:
+        """Each rank's order; where a rank has a block of stages, the order of the blocks.
+
+        Args:
+            ranks: Number of ranks.
+            microbatches: Number of microbatches.
+            stages_per_rank: Number of stages per rank, for a family that loops.
+            **options: Options of the function `order`.
+        """
+        return self.order(*(ranks, microbatches, stages_per_rank)[: 3 if self.layout == "loop" else 2], **options)
+
+    @cached_property
+    def has_full_backwards(self) -> bool:
+        """Whether it has backwards that are not split into I and W, alone or in pairs."""
+        return any(part.op is Op.B for row in self._small_order for part in row)
+
+    @cached_property
+    def runs_forwards_first(self) -> bool:
+        """Whether every rank runs all its forwards before its first backward."""
+        ops = [[part.op for part in row] for row in self._small_order]
+        return all(Op.F not in row[row.count(Op.F) :] for row in ops)
+
+    @property
+    def _small_order(self) -> list[list[Action]]:
+        order = self.rows(2, 4, self.stages_per_rank)
+        return [[part for action in row for part in action.parts()] for row in order]
 
 
 FAMILIES: dict[str, Family] = {
@@ -75,6 +107,7 @@ FAMILIES: dict[str, Family] = {
             "several stages per rank, depth first",
             ("Interleaved1F1B", "FlexibleInterleaved1F1B", "interleaved"),
             2,
+            as_one_stage="1f1b",
         ),
         Family(
             "zb-h1",
@@ -103,6 +136,7 @@ FAMILIES: dict[str, Family] = {
             2,
             cap=lambda ranks, stages_per_rank: ranks * stages_per_rank,
             drafts=True,
+            as_one_stage="zb-h1",
         ),
         Family(
             "group-interleaved",
@@ -127,9 +161,18 @@ FAMILIES: dict[str, Family] = {
         Family("v-half", v.v_half, "v", "V placement: half of 1F1B's memory", ("VHalf",), 2, cap=v.half_cap),
         Family("v-min", v.v_min, "v", "V placement: about a third of 1F1B's memory", ("VMin",), 2, cap=v.min_cap),
         Family("dualpipe-v", dualpipe.dualpipe_v, "v", "V placement with overlapped pairs", ("DualPipeV",), 2),
-        Family("forward-only", fill_drain.forward_only, "loop", "inference", ("ForwardOnly", "eval", "inference")),
+        Family(
+            "forward-only",
+            fill_drain.forward_only,
+            "loop",
+            "inference",
+            ("ForwardOnly", "eval", "inference"),
+            trains=False,
+        ),
     )
 }
+
+TRAINING = tuple(name for name, entry in FAMILIES.items() if entry.trains)
 
 
 AUTO = "auto"  # searched, not built
@@ -191,8 +234,8 @@ def build(
         skips: Edges (from stage, to stage) that the model has in addition to the chain.
         overlap_b_f: In interleaved-1f1b, make each backward and the forward after it a pair, which a handler may run
             at the same time.
-        costs: Costs of one stage, as `simulate` takes them. The zero-bubble families (zb-h1 and those below it in the
-            table, up to v-min) then order their actions for these costs, within the memory of the family; the others
+        costs: Costs of one stage, as `simulate` takes them. The zero-bubble families (those with a
+            `cap`) then order their actions for these costs, within the memory of the family; the others
             have one order whatever things cost. For `"auto"`, costs of a whole rank, as `search` takes them.
 
     Returns:
@@ -215,7 +258,7 @@ def build(
             f"got stages_per_rank={stages_per_rank} (interleaved-zb takes any number)"
         )
     placement = entry.placed(ranks, stages_per_rank)
-    order = entry.order(*(ranks, microbatches, stages_per_rank)[: 3 if entry.layout == "loop" else 2])
+    order = entry.rows(ranks, microbatches, stages_per_rank)
     if costs is not None and entry.cap is not None:
         order = _tuned(entry, order, ranks, microbatches, stages_per_rank, costs)
     if entry.layout == "block" and stages_per_rank > 1:
@@ -228,7 +271,7 @@ def build(
             placement=placement,
             microbatches=microbatches,
             topology=Topology.chain(placement.stages, skips),
-            forward_only=entry.name == "forward-only",
+            forward_only=not entry.trains,
             name=entry.name,
             passes=(),
         )

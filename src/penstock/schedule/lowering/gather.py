@@ -27,8 +27,6 @@ from penstock.schedule.schedule import Row, Schedule
 
 __all__ = ["gather", "in_turn"]
 
-CAN = ("gpipe", "looped-bfs", "forward-only")
-
 
 def gather(program: Schedule, stages: Collection[int]) -> Schedule:
     """The lowered program in which these stages take their batch in one piece."""
@@ -40,14 +38,21 @@ def gather(program: Schedule, stages: Collection[int]) -> Schedule:
             name = program.name or "the schedule"
             raise UsageError(
                 f"stages {sorted(stages)} take their batch in one piece, but in {name} rank {rank} runs {late} after a "
-                f"backward: they would wait for ever; use a schedule that runs all forwards first ({', '.join(CAN)})"
+                f"backward: they would wait for ever; use a schedule that runs all forwards first "
+                f"({', '.join(_can_gather())})"
             )
         if any(part.op in (Op.I, Op.W) for action in row if action for part in action.parts()):
             raise UsageError(
                 f"stages {sorted(stages)} take their batch in one piece, and their backward cannot be split into I and "
-                f"W as {program.name or 'the schedule'} does; use {' or '.join(CAN[:2])}"
+                f"W as {program.name or 'the schedule'} does; use {' or '.join(_can_gather(trains=True))}"
             )
     return program.replace([_posted_early(_gathered(row, stages)) for row in program.rows])
+
+
+def _can_gather(trains: bool = False) -> list[str]:
+    from penstock.schedule.builders import FAMILIES  # which imports this folder
+
+    return [name for name, each in FAMILIES.items() if each.runs_forwards_first and (each.trains or not trains)]
 
 
 def in_turn(schedule: Schedule, stages: Collection[int]) -> Schedule:

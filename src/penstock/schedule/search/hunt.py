@@ -28,7 +28,6 @@ from penstock.schedule.timing.bounds import lower_bound
 
 __all__ = ["Hunt"]
 
-SAME_ALONE = ("interleaved-1f1b", "interleaved-zb")  # with one stage a rank: 1f1b and zb-h1
 KEPT = 4  # of the best orders, for changes
 FAR = 1.05  # behind the best so far: other places for W do not make up for that
 MARGIN = 1.005  # a large placement must promise to gain this much
@@ -118,9 +117,9 @@ class Hunt:
         """The families for this placement, each order once."""
         problem, per_rank = self.problem, self.stages_per_rank
         for family in reversed(FAMILIES.values()):  # the zero-bubble ones, which do best, are the later ones
-            if family.name == "forward-only" or (family.layout == "v" and per_rank != 2):
+            if not family.trains or (family.layout == "v" and per_rank != 2):
                 continue
-            if (family.layout == "block" and per_rank > 1) or (family.name in SAME_ALONE and per_rank == 1):
+            if (family.layout == "block" and per_rank > 1) or (family.as_one_stage and per_rank == 1):
                 continue  # the same as another one
             if family.placed(problem.ranks, per_rank) == problem.placement:
                 yield family
@@ -135,8 +134,7 @@ class Hunt:
         self._refill([[x for x in order if x < 2 * self.problem.size] for order in orders], (*OVERRUNS, IN_TURN))
 
     def _rows(self, family: Family, problem: Problem, **options: bool) -> Orders:
-        sizes = (problem.ranks, problem.microbatches, self.stages_per_rank)
-        order = family.order(*sizes if family.layout == "loop" else sizes[:2], **options)
+        order = family.rows(problem.ranks, problem.microbatches, self.stages_per_rank, **options)
         return problem.numbers([*order])
 
     def _draft(self, family: Family, problem: Problem) -> Orders:

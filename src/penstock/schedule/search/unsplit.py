@@ -27,8 +27,6 @@ from penstock.schedule.timing.timeline import Timeline
 
 __all__ = ["Unsplit", "best_unsplit"]
 
-FULL = ("gpipe", "1f1b", "looped-bfs", "interleaved-1f1b", "dualpipe-v")  # the last has both kinds
-
 
 class Unsplit(NamedTuple):
     """The best of them."""
@@ -55,6 +53,7 @@ def best_unsplit(request: Request) -> Unsplit | None:
 
     Also None where splitting costs no memory and overlapped pairs gain no time: then other orders are never worse.
     """
+    full = [name for name, family in FAMILIES.items() if family.has_full_backwards]
     best: Unsplit | None = None
     for kind, placement in placements_for(request):
         each = stage_costs(request.priced, placement.stages_per_rank)
@@ -63,7 +62,7 @@ def best_unsplit(request: Request) -> Unsplit | None:
         )
         if each.overlap is None and all(held <= activation for held, activation in pairs):
             continue
-        for built in built_for(placement, request.microbatches, FULL, pairs=each.overlap is not None):
+        for built in built_for(placement, request.microbatches, full, pairs=each.overlap is not None):
             for again in recompute_choices(request, placement):
                 schedule = align(built.replace(recompute=again, name="auto"))
                 timeline = simulate(schedule, each)

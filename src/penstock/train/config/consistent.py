@@ -87,7 +87,7 @@ def _cut(config: TrainConfig) -> Iterator[str]:
                     f"pipeline.schedule is for {loaded.ranks} ranks and {loaded.microbatches} microbatches; "
                     f"pipeline.ranks is {pipeline.ranks}, pipeline.microbatches {pipeline.microbatches}"
                 )
-        elif family(pipeline.schedule).name == "forward-only":
+        elif not family(pipeline.schedule).trains:
             yield "pipeline.schedule is forward-only, which has no backward and trains nothing"
     except FileNotFoundError:
         yield f"pipeline.schedule: there is no file {pipeline.schedule}"

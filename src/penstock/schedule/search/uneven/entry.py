@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from penstock.errors import UsageError
 from penstock.rules import is_float
 from penstock.schedule.action import Op
-from penstock.schedule.builders import FAMILIES
+from penstock.schedule.builders import TRAINING
 from penstock.schedule.lowering.align import align
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.search.budget import Budget
@@ -222,9 +222,8 @@ class _Try:
         That is what `order_microbatches` finds in the family's own memory, as far as it beats the shortest known.
         """
         each, costs = self.instance, self.instance.costs
-        names = [name for name in FAMILIES if name != "forward-only"]
         searched = set[float]()
-        for built in built_for(each.placement, each.microbatches, names, pairs=costs.overlap is not None):
+        for built in built_for(each.placement, each.microbatches, TRAINING, pairs=costs.overlap is not None):
             schedule = align(built.replace(recompute=each.recompute, name="auto"))
             peak = min(max(self._offer(schedule, budget)), max(each.caps))
             shortest = min(shortest, self.value)

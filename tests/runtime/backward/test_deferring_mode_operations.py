@@ -12,8 +12,7 @@ from runtime.backward.comparing import Apply, check, mlp, normal
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.runtime.backward.products import DeferringMode
-from penstock.runtime.backward.stage_parameters import StageParameters
+from penstock.runtime.backward.deferring_mode import DeferrableParameters, DeferringMode
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -50,7 +49,7 @@ def test_a_forward_that_differentiates_is_left_whole() -> None:
 
 
 def test_a_forward_that_starts_to_differentiate_later_is_refused() -> None:
-    layer, parameters = nn.Linear(6, 6), StageParameters()
+    layer, parameters = nn.Linear(6, 6), DeferrableParameters()
     recording = DeferringMode(parameters)
     x = torch.randn(4, 6, requires_grad=True)
     with recording:

@@ -7,12 +7,11 @@ import gc
 import torch
 from torch import nn
 
-from penstock.runtime.backward.products import DeferringMode
-from penstock.runtime.backward.stage_parameters import StageParameters
+from penstock.runtime.backward.deferring_mode import DeferrableParameters, DeferringMode
 
 
 def test_a_first_forward_shows_which_parameters_can_wait() -> None:
-    parameters, layer = StageParameters(), nn.Linear(4, 4)
+    parameters, layer = DeferrableParameters(), nn.Linear(4, 4)
     assert not parameters.known
     recording = DeferringMode(parameters)
     with recording:
@@ -27,7 +26,7 @@ def test_a_first_forward_shows_which_parameters_can_wait() -> None:
 
 def test_a_parameter_that_is_gone_is_forgotten() -> None:
     """Its id may be another object's later."""
-    parameters, weight = StageParameters(), nn.Parameter(torch.ones(2))
+    parameters, weight = DeferrableParameters(), nn.Parameter(torch.ones(2))
     parameters.remember(weight, True)
     del weight
     gc.collect()

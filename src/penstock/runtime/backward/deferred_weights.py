@@ -1,46 +1,90 @@
-"""The backward of a stage, whole (`B`) or in two halves: `I`, for the stage's inputs, and `W`, for its weights.
+"""The weight gradients of a split backward, from the recorded forward to `W`.
 
-Zero-bubble schedules send the inputs' gradients on at once and fill the bubbles with the weights' gradients. The
-halves are only worth it if together they cost what the whole costs, and only right if nothing can tell the
-difference. torch's own split walks the graph in Python for each microbatch, writes `.grad` past every hook (so DDP
-never reduces), loses parameters that the stage's input does not reach and recomputes checkpoints once per parameter
-group.
+Zero-bubble schedules split the backward of a stage into `I`, for its inputs, and `W`, for its weights: the inputs'
+gradients are sent on at once, and the weights' gradients fill the bubbles. The halves are only worth it if together
+they cost what the whole costs, and only right if nothing can tell the difference. torch's own split walks the graph in
+Python for each microbatch, writes `.grad` past every hook (so DDP never reduces), loses parameters that the stage's
+input does not reach and recomputes checkpoints once per parameter group.
 
 Here the split is made in the forward, where it is cheap::
+
 
     forward, recorded     I                                   W
     y = linear(x, w)  ->  autograd runs as ever; the node  ->  the product for w, from the kept x and the
                           of y gives the gradient of x,        kept gradient; then autograd's own accumulation,
                           and the one that arrives is kept     so every hook fires, once per microbatch
 
-What cannot be taken apart stays in `I`, exact. A parameter must not be halfway: with one gradient in `I` and one in
-`W` its hooks would fire twice. So a parameter is deferred only once a first microbatch has shown, in the graph itself,
-that every use of it can be; until then its gradients come in `I`. `StageParameters` remembers that for a stage.
-
-Backward may run on threads of autograd's own (it does on CUDA), so nothing here is thread-local but the mode, which is
-on only during the forward.
+`DeferringMode` (`deferring_mode`) fills a `DeferredWeights` during the forward; the operations are in `products`.
+Backward may run on threads of autograd's own (it does on CUDA), so nothing here is thread-local.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from penstock.errors import RunError
-
-if TYPE_CHECKING:
-    from penstock.runtime.backward.products import DeferredProduct, DeferredSubgraph
+from penstock.runtime.backward.products import Formula, Gradients
 
 # Weight gradients that wait together for one pass of accumulation: few passes for small weights, and never many bytes
 # of gradients beside the accumulated ones.
 BYTES_PER_PASS = 2**20
 
 _ENGINE = torch.autograd.Variable._execution_engine
+
+
+class DeferredProduct:
+    """One product whose weight gradient is taken later, from its input and the gradient that arrives."""
+
+    __slots__ = ("bias", "formula", "options", "version", "weight", "x")
+
+    def __init__(self, formula: Formula, x: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> None:
+        self.formula = formula
+        # An alias without history: holding the input must not hold the graph that made it.
+        self.x: Tensor | None = x.detach()
+        self.version = x._version
+        self.weight = weight
+        self.bias = bias
+        self.options = options
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
+
+
+class DeferredSubgraph:
+    """An operation on nothing but parameters: autograd's own graph of it, waiting for its gradient."""
+
+    __slots__ = ("deferred", "edge", "parameters")
+
+    def __init__(self, deferred: DeferredWeights, parameters: tuple[Tensor, ...], edge: GradientEdge) -> None:
+        self.deferred = deferred
+        self.edge: GradientEdge | None = edge
+        self.parameters = parameters
+
+
+class _DetachedOutput(torch.autograd.Function):
+    """The identity whose gradient stops here and waits. It hangs on an anchor, so that its backward runs at all."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, output: tuple[Tensor], subgraph: DeferredSubgraph) -> Tensor:
+        ctx.subgraph = subgraph
+        ctx.set_materialize_grads(False)
+        return output[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+        if gradients[0] is not None:
+            ctx.subgraph.deferred.arrived_at_subgraph(ctx.subgraph, gradients[0])
+        return None, None, None
+
+
+_ANCHOR = torch.zeros((), requires_grad=True)
 
 
 @dataclass(eq=False)
@@ -51,31 +95,38 @@ class DeferredWeights:
     subgraphs: list[DeferredSubgraph] = field(default_factory=list)
     _arrived: list[tuple[DeferredProduct, Tensor, int]] = field(default_factory=list)  # with each gradient's version
     _arrived_at_subgraphs: list[tuple[DeferredSubgraph, Tensor, int]] = field(default_factory=list)
-    _phase: str = "recorded"
+    _status: str = "recorded"
+
+    def detach_output(self, parameters: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """The output of an operation on nothing but parameters, all of which waits, without the graph behind it."""
+        subgraph = DeferredSubgraph(self, parameters, get_gradient_edge(output))
+        self.subgraphs.append(subgraph)
+        joined: Tensor = _DetachedOutput.apply(_ANCHOR, (output.detach(),), subgraph)  # type: ignore[no-untyped-call]
+        return joined
 
     # --- I ---
 
     def begin_input(self) -> None:
-        if self._phase != "recorded":
-            raise RunError(f"I needs a recorded forward and runs once; this microbatch is {self._phase}")
-        self._phase = "in I"
+        if self._status != "recorded":
+            raise RunError(f"I needs a recorded forward and runs once; this microbatch is {self._status}")
+        self._status = "in I"
 
     def arrived(self, product: DeferredProduct, gradients: Sequence[Tensor | None]) -> None:
         """The gradient of what a product gave; called by its node in autograd's graph."""
         gradient = gradients[0]
         if gradient is not None:
-            if self._phase != "in I":
+            if self._status != "in I":
                 raise self._outside()
             self._arrived.append((product, gradient, gradient._version))
 
     def arrived_at_subgraph(self, subgraph: DeferredSubgraph, gradient: Tensor) -> None:
         """The same, of an operation that waits as a whole."""
-        if self._phase != "in I":
+        if self._status != "in I":
             raise self._outside()
         self._arrived_at_subgraphs.append((subgraph, gradient, gradient._version))
 
     def _outside(self) -> RunError:
-        return RunError(f"a gradient reached a split operation outside of I, while {self._phase}")
+        return RunError(f"a gradient reached a split operation outside of I, while {self._status}")
 
     # --- W ---
 
@@ -86,9 +137,9 @@ class DeferredWeights:
 
     def run(self) -> None:
         """W: compute what waits and accumulate it, in the order in which autograd would have; keep nothing."""
-        if self._phase != "in I":
-            raise RunError(f"W runs once and after I; this microbatch is {self._phase}")
-        self._phase = "done"
+        if self._status != "in I":
+            raise RunError(f"W runs once and after I; this microbatch is {self._status}")
+        self._status = "done"
         waiting, subgraphs = self._arrived[::-1], self._arrived_at_subgraphs
         self._arrived, self._arrived_at_subgraphs = [], []
         if any(gradient._version != version for _, gradient, version in (*waiting, *subgraphs)):
@@ -173,56 +224,3 @@ class _Sums:
             _ENGINE.run_backward(
                 tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
             )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# The formulas: what autograd computes for the weight and the bias, by the same products in the same order.
-
-Gradients: TypeAlias = tuple[Tensor, Tensor | None]  # of the weight, and of the bias if that is deferred
-Formula: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None, Any], Gradients]
-# of the input, the gradient that arrived, the weight, the bias if it is deferred, and options
-
-
-def _as_rows(x: Tensor) -> Tensor:
-    if x.dim() == 2:
-        return x
-    return x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
-
-
-def _bias_gradient(bias: Tensor, gradient: Tensor) -> Tensor:
-    if gradient.dim() == 2 and bias.shape == gradient.shape[1:]:
-        return gradient.sum(0)  # what the next line comes to, in half the time
-    return gradient.sum_to_size(bias.shape)
-
-
-def linear_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, flattened: Any) -> Gradients:
-    rows = gradient
-    if x.dim() != 2 or rows.dim() != 2:
-        x, rows = _as_rows(x), _as_rows(rows)
-    # Autograd lays the gradient of a product's right factor, here the transposed weight, out as the factor is.
-    of_weight = rows.t().mm(x) if weight.stride() == (weight.shape[1], 1) else x.t().mm(rows).t()
-    return of_weight, None if bias is None else _bias_gradient(bias, rows if flattened else gradient)
-
-
-def matmul_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, _: Any) -> Gradients:
-    rows = _as_rows(gradient)
-    of_weight = rows.t().mm(x).t() if weight.stride() == (1, weight.shape[0]) else x.t().mm(rows)
-    return of_weight, None if bias is None else _bias_gradient(bias, gradient)
-
-
-def bmm_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, _: Any) -> Gradients:
-    return x.transpose(1, 2).bmm(gradient), None
-
-
-def convolution_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> Gradients:
-    weight = weight.detach()
-    if x.dim() < weight.dim():  # without a batch dimension
-        x, gradient = x.unsqueeze(0), gradient.unsqueeze(0)
-    if weight.dtype != x.dtype:  # under autocast; only its shape and layout matter here
-        weight = weight.to(x.dtype)
-    stride, padding, dilation, groups = options
-    _, of_weight, of_bias = torch.ops.aten.convolution_backward(
-        gradient, x, weight, None if bias is None else list(bias.shape), stride, padding, dilation,
-        False, [0] * len(stride), groups, [False, True, bias is not None],
-    )  # fmt: skip
-    return of_weight, None if bias is None else of_bias

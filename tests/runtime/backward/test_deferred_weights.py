@@ -33,9 +33,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import RunError
-from penstock.runtime.backward import split as backward_module
-from penstock.runtime.backward.products import DeferringMode
-from penstock.runtime.backward.stage_parameters import StageParameters
+from penstock.runtime.backward import deferred_weights as backward_module
+from penstock.runtime.backward.deferring_mode import DeferrableParameters, DeferringMode
 
 
 class Block(nn.Module):
@@ -87,7 +86,7 @@ def test_outputs_without_gradient_without_need_of_one_and_twice_the_same() -> No
 
 
 def test_no_gradient_at_all_leaves_the_parameters_alone() -> None:
-    layer, recording = nn.Linear(6, 6), DeferringMode(StageParameters())
+    layer, recording = nn.Linear(6, 6), DeferringMode(DeferrableParameters())
     with recording:
         y = layer(torch.randn(4, 6))
     backward_input([y], [None], recording)
@@ -120,7 +119,7 @@ def test_frozen_parameters() -> None:
 
 
 def test_freezing_between_microbatches_is_followed() -> None:
-    layer, parameters = nn.Linear(6, 6), StageParameters()
+    layer, parameters = nn.Linear(6, 6), DeferrableParameters()
     for microbatch in range(3):
         recording = DeferringMode(parameters)
         x = torch.randn(4, 6, requires_grad=True)
@@ -190,7 +189,7 @@ def test_a_users_own_function() -> None:
 
 
 def test_microbatches_that_take_different_paths_before_the_first_backward() -> None:
-    layer, parameters = nn.Linear(6, 6), StageParameters()
+    layer, parameters = nn.Linear(6, 6), DeferrableParameters()
     flight = []
     for regularized in (True, False):
         recording = DeferringMode(parameters)
@@ -228,7 +227,7 @@ def test_tensors_used_twice_and_in_place_operations() -> None:
 
 
 def test_changing_an_input_in_place_is_an_error_as_ever() -> None:
-    layer, parameters = nn.Linear(6, 6), StageParameters()
+    layer, parameters = nn.Linear(6, 6), DeferrableParameters()
     for attempt in range(2):
         recording = DeferringMode(parameters)
         with recording:
@@ -273,7 +272,7 @@ def test_hooks_of_modules_and_of_tensors() -> None:
 
 
 def test_a_hook_that_changes_a_parameters_gradient() -> None:
-    plain, parameters = nn.Linear(6, 6), StageParameters()
+    plain, parameters = nn.Linear(6, 6), DeferrableParameters()
     split = copy.deepcopy(plain)
     for layer in (plain, split):
         layer.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
@@ -298,7 +297,7 @@ def reduce_by_ddp() -> None:
         return future
 
     wrapped.register_comm_hook(None, reduce)
-    parameters = StageParameters()
+    parameters = DeferrableParameters()
     for microbatch in range(4):
         recording = DeferringMode(parameters)
         with nullcontext() if microbatch % 2 else wrapped.no_sync(), recording:
@@ -381,7 +380,7 @@ def test_functorch_inside_a_forward() -> None:
 
 
 def test_order_is_enforced() -> None:
-    recording = DeferringMode(StageParameters())
+    recording = DeferringMode(DeferrableParameters())
     with pytest.raises(RunError, match="after I"):
         recording.deferred.run()
     with recording:
@@ -397,7 +396,7 @@ def test_order_is_enforced() -> None:
 
 
 def test_several_microbatches_in_flight_and_out_of_order() -> None:
-    plain, parameters = mlp(), StageParameters()
+    plain, parameters = mlp(), DeferrableParameters()
     split = copy.deepcopy(plain)
     inputs = [torch.randn(4, 8) for _ in range(5)]
     flight = []
@@ -433,7 +432,7 @@ def test_only_what_w_needs_lives_after_i_and_nothing_after_w() -> None:
     def alive(table: dict[int, StorageWeakRef]) -> list[int]:
         return sorted(index for index, storage in table.items() if not storage.expired())
 
-    parameters = StageParameters()
+    parameters = DeferrableParameters()
     gc.disable()  # what is freed must not have waited for the collector
     try:
         for microbatch in range(3):
@@ -501,7 +500,7 @@ def test_compiled_submodules_run_as_they_are() -> None:
         graphs.append(graph)
         return aot_eager(graph, inputs)
 
-    plain, outer, parameters = mlp(6), nn.Linear(6, 6), StageParameters()
+    plain, outer, parameters = mlp(6), nn.Linear(6, 6), DeferrableParameters()
     split, twin = copy.deepcopy(plain), copy.deepcopy(outer)
     compiled = torch.compile(split, backend=compiler)
     for microbatch in range(MICROBATCHES):

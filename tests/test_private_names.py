@@ -48,8 +48,7 @@ def test_no_file_uses_a_private_name_of_another() -> None:
     assert {
         file: found
         for file, text in texts.items()
-        if not file.startswith(MIRRORED)
-        and (found := (used_from_elsewhere(text) & ours) - own[file])
+        if not file.startswith(MIRRORED) and (found := (used_from_elsewhere(text) & ours) - own[file])
     } == {}
 
 

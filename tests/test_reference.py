@@ -61,6 +61,7 @@ HELD = [  # classes that users get from a call and have no name of their own in 
     "penstock.rehearsal.faults.PlannedFault",
     "penstock.rehearsal.rank.Notice",
     "penstock.rehearsal.rehearse.Rehearsal",
+    "penstock.rehearsal.training.Attempt",
     "penstock.runtime.engine.handlers.Context",
 ]
 

@@ -147,6 +147,9 @@ class MessageError(RunError):
     """A message arrived that is not the expected one. It is never taken as data."""
 
 
+REBUILD = "the group must be rebuilt"  # at the end of the cause of a loss, after which no step can run
+
+
 class PeerFailure(RunError):
     """Another rank raised an error, died or stalled.
 

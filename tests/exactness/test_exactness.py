@@ -15,9 +15,8 @@ from exactness.cases import WIDE, Case, all_pipelined, differences, pipelined
 from exactness.models import MODELS
 from processes import on_processes
 from tiers import in_tiers, mostly_slow, slow_if
-from transports import ON_PROCESSES
+from transports import ON_PROCESSES, buffering
 
-from penstock.group.world import World
 from penstock.runtime.transport import ThreadTransport
 from penstock.schedule.builders import TRAINING
 
@@ -125,11 +124,16 @@ def test_threads_with_odd_sizes(case: Case) -> None:
     ("family", "model"), some_in(3, [(family, model) for family in TRAINING for model in ("transformer", "skip")], 2)
 )
 def test_threads_with_nothing_buffered(family: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(World, "capacity", 0)
     asked: list[int | None] = []
     group = ThreadTransport.group
-    monkeypatch.setattr(ThreadTransport, "group", lambda *given: (asked.append(given[1]), group(*given))[1])
-    check(Case(family, model))
+
+    def seen(*given: Any, capacity: int | None = None, **more: Any) -> Any:
+        asked.append(capacity)
+        return group(*given, capacity=capacity, **more)
+
+    monkeypatch.setattr(ThreadTransport, "group", seen)
+    with buffering(0):
+        check(Case(family, model))
     assert asked == [0]
 
 

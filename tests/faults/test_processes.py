@@ -36,8 +36,11 @@ RANKS = 4
 Say = Callable[[Any], None]
 
 
+STORES = [(transport, bool((turn + number) % 2)) for turn in range(2) for number, transport in enumerate(ON_PROCESSES)]
+
+
 def by_turns(places: list[tuple[int, str]]) -> list[Any]:
-    """Each place with both transports, the store on rank 0 or in a file; with one of these in the slow tests."""
+    """Each place with every transport, the store on rank 0 or in a file; with half of these in the slow tests."""
     return [
         pytest.param(
             *place,
@@ -47,9 +50,7 @@ def by_turns(places: list[tuple[int, str]]) -> list[Any]:
             id=f"{place[0]}-{place[1]}-{transport}-{'store-on-rank-0' if tcp else 'file-store'}",
         )
         for number, place in enumerate(places)
-        for column, (transport, tcp) in enumerate(
-            [("shared", False), ("distributed", True), ("shared", True), ("distributed", False)]
-        )
+        for column, (transport, tcp) in enumerate(STORES)
     ]
 
 

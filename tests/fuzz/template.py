@@ -10,6 +10,8 @@ import penstock
 from contextlib import nullcontext  # if: units
 from penstock.model.part import WHOLE_MODEL  # if: units
 from penstock.runtime.state.randomness import unit_stream  # if: units
+from functools import partial  # if: unbuffered
+from penstock.runtime.transport import ThreadTransport  # if: unbuffered
 
 # here: constants
 EXTRA, PIPED, ARMED = [], False, False
@@ -289,7 +291,7 @@ def differences(want, have):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")  # if: !threads
-    penstock.group.world.World.capacity = 0  # if: unbuffered
+    ThreadTransport.group = partial(ThreadTransport.group, capacity=0)  # if: unbuffered
     found = list(differences(plain(), piped()))
     for name, text in found:
         print(f"{name}: {text}")

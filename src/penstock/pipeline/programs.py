@@ -84,5 +84,7 @@ class Programs:
     def inference(self, count: int, lower: Callable[[Schedule], Schedule]) -> Schedule:
         """The program of an evaluation with that many microbatches; `lower` adds what sharded stages need."""
         if count not in self._inference:
-            self._inference[count] = lower(gather(forward_program(self.schedule, count), self._gathering(True)))
+            program = lower(gather(forward_program(self.schedule, count), self._gathering(True)))
+            verify(program)
+            self._inference[count] = program
         return self._inference[count]

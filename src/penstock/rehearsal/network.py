@@ -187,12 +187,6 @@ class Store:
         self._serve(1)
         self._values[key] = value.encode()
 
-    def add(self, key: str, amount: int) -> int:
-        self._serve(1)
-        count = int(self._values.get(key, b"0")) + amount
-        self._values[key] = str(count).encode()
-        return count
-
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         self._serve(1)
         if self._values.get(key, b"").decode() == expected:

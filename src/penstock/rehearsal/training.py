@@ -48,6 +48,7 @@ class Attempt:
     Attributes:
         results: What the function returned, for each rank; `None` for a rank on which it did not return.
         errors: What it raised instead; `None` for a rank on which it returned, or whose process ended.
+        returned: The ranks on which the function returned.
         struck: The faults that happened.
         hung: Ranks that neither ended nor were told to stand still.
         seconds: When the last rank was done.

@@ -346,16 +346,6 @@ def test_memory_does_not_grow_with_the_number_of_messages(kind: str) -> None:
     assert max(values(run(kind, bounded, count=340))) < 40
 
 
-def test_each_transport_is_found_under_its_name() -> None:
-    from penstock.runtime import transport
-
-    for name in ("ThreadTransport", "DistributedTransport", "SharedMemoryTransport"):
-        assert issubclass(getattr(transport, name), transport.Transport)
-        assert getattr(transport, name).__name__ == name
-    with pytest.raises(AttributeError, match="has no attribute 'PigeonTransport'"):
-        transport.PigeonTransport  # noqa: B018
-
-
 ODD = [torch.arange(3, dtype=torch.float64), torch.arange(3, dtype=torch.int8)]  # 27 bytes: no number of doubles
 
 

@@ -58,7 +58,7 @@ class DeferredProduct:
 
 
 class DeferredSubgraph:
-    """An operation on nothing but parameters: autograd's own graph of it, waiting for its gradient."""
+    """An operation of which only parameters want a gradient: autograd's own graph of it, waiting for its gradient."""
 
     __slots__ = ("deferred", "edge", "parameters")
 
@@ -98,7 +98,7 @@ class DeferredWeights:
     _status: str = "recorded"
 
     def detach_output(self, parameters: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """The output of an operation on nothing but parameters, all of which waits, without the graph behind it."""
+        """The output of an operation of which only parameters want a gradient; all of its backward waits for `W`."""
         subgraph = DeferredSubgraph(self, parameters, get_gradient_edge(output))
         self.subgraphs.append(subgraph)
         joined: Tensor = _DetachedOutput.apply(_ANCHOR, (output.detach(),), subgraph)  # type: ignore[no-untyped-call]

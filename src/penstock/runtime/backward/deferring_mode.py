@@ -41,12 +41,13 @@ class DeferrableParameters:
 
     def __init__(self) -> None:
         self.deferrable: dict[int, tuple[weakref.ref[Tensor], bool]] = {}  # by id: whether every use of it can wait
+        self.has_none = False  # a forward was seen in which nothing could wait
         self.differentiates = False  # the stage's forward takes gradients itself: nothing of it is deferred
 
     @property
     def known(self) -> bool:
         """Whether a first microbatch has shown its graph."""
-        return bool(self.deferrable)
+        return self.has_none or bool(self.deferrable)
 
     def remember(self, parameter: Tensor, every_use_waits: bool) -> None:
         """For as long as the parameter lives."""

@@ -185,8 +185,11 @@ class Stage:
         finally:
             NOW.phase = outer
         ends = graph.end_forward(emitted, loss, phase.extra, self.attached)
-        if mode is not None and mode.candidates:
-            mode.learn(ends)
+        if mode is not None:
+            if mode.candidates:
+                mode.learn(ends)
+            elif not self._parameters.known:
+                self._parameters.has_none = True
         self._inspect_graph(graph, kind)
         return emitted, loss, phase.extra
 

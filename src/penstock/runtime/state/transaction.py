@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ModelError, RunError, UsageError
+from penstock.errors import REBUILD, ModelError, PeerFailure, RunError, UsageError
 from penstock.model.original.placeholders import is_away
 from penstock.runtime.state.attribute_changes import AttributeSnapshots, Key, ModuleSnapshot, Restorable, is_trained
 from penstock.runtime.state.contents import Contents
@@ -176,9 +176,10 @@ class Transaction:
                 "failed step: call zero_grad() on every rank before the next step, or use Pipeline(..., atomic=True)"
             )
         elif training and not lost and not isinstance(error, (ModelError, UsageError)):  # these mostly come before
+            is_lost = isinstance(error, PeerFailure) and REBUILD in error.cause
             error.add_note(
-                "this step is undone: gradients, buffers, counters and random numbers are as before it, and it can "
-                "be run again"
+                "this step is undone: gradients, buffers, counters and random numbers are as before it"
+                + ("" if is_lost else ", and it can be run again")
             )
         if lost:
             error.add_note(

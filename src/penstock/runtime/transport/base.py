@@ -145,6 +145,6 @@ class Transport(ABC):
         """Release all that the transport holds. May be called twice."""
 
     def check_not_broken(self) -> None:
-        """Every call that moves data begins here: a broken group must not train on."""
+        """Raise the loss, if there was one: a broken group must not train on."""
         if self.broken is not None:
             raise after_loss(self.broken)

@@ -26,7 +26,10 @@ from penstock.runtime.transport.interrupts import uninterrupted
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """One directed edge between two stages on different ranks, for one kind of traffic."""
+    """One way of values between two ranks, for one kind of traffic: mostly from a stage to the next one.
+
+    Tied parameters and carried tensors have channels too; the number of their group stands in the place of the stages.
+    """
 
     source_stage: int
     target_stage: int

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.errors import PeerFailure
+from penstock.errors import REBUILD, PeerFailure
 from penstock.messages import plain
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.peer_failures import (
-    REBUILD,
     after_loss,
     failure_from,
     located,

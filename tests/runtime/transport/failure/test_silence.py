@@ -19,9 +19,6 @@ def test_a_mark_that_is_written_again_excuses_no_silence() -> None:
         if method == "set":
             store[arguments[0]] = arguments[1].encode()
             return None
-        if method == "add":
-            store[arguments[0]] = store.get(arguments[0], 0) + arguments[1]
-            return store[arguments[0]]
         return store[arguments[0]] if method == "get" else arguments[0][0] in store
 
     boards = [Bulletin(ask, "penstock/0", rank, 2) for rank in (0, 1)]

@@ -1,7 +1,8 @@
 """Messages of a channel on their way through gloo: their header, and what each end expects of the next one.
 
 A message says in its first 64 bytes what it is, so that the receiver can prove that it is the due one before it takes
-a byte as data: which channel, step and microbatch, the how-manieth of its channel in this step, and the checksum of the
+a byte as data: which channel, step and microbatch, its number among the channel's messages of this step, and the
+checksum of the
 layout that the sender went by.
 
 Each end remembers the layout of the k-th message of a step, which is the prediction for the k-th message of the next

@@ -1,8 +1,8 @@
 """The part of the store in which the ranks of one transport leave notes for each other, by the names that these have.
 
 The first alarm and the first verdict stand, by the store's compare-and-set, so all ranks read the same ones. An alarm
-that names nobody may be called off; then there may be another. Whoever writes one of these, or news, counts it: mostly
-nothing has changed since a rank's last look, and the count alone tells.
+that names nobody may be called off; then there may be another. Whoever writes one of these, or news, says so under
+one more key: mostly nothing has changed since a rank's last look, and that key alone tells.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.errors import PeerFailure
 from penstock.runtime.transport.failure.blame import State
 from penstock.runtime.transport.failure.notes import Alarm, read, write
 
-COUNT = "notes"  # the key of the count
+LATEST = "latest"  # the key that changes with every note that all ranks should see
 
 
 class Bulletin:
@@ -25,8 +25,9 @@ class Bulletin:
         self._prefix = prefix
         self._rank, self._ranks = rank, ranks
         self._said: tuple[int, str] | None = None  # about this rank's call
-        self.count = -1  # of notes, as this rank last heard
-        self._looked: tuple[int, int] | None = None  # the count at its last look, and the step
+        self.latest = b""  # which note is the latest, as this rank last heard
+        self._looked: tuple[bytes, int] | None = None  # the latest at its last look, and the step
+        self._written = 0  # notes of this rank
         self.round = 0  # alarms that were called off, as far as this rank has heard
 
     def key(self, name: str) -> str:
@@ -41,25 +42,26 @@ class Bulletin:
         """Unless there is one already."""
         key = self.key(name)
         self._ask("compare_set", key, "", write(key, *parts))
-        self.count_note()
+        self.tell_of_note()
 
     def _write(self, name: str, *parts: Any) -> None:
         key = self.key(name)
         self._ask("set", key, write(key, *parts))
 
-    def count_note(self) -> None:
+    def tell_of_note(self) -> None:
         """There is something new for all to look at."""
-        self._ask("add", self.key(COUNT), 1)
+        self._written += 1
+        self._ask("set", self.key(LATEST), f"{self._written} of rank {self._rank}")  # unlike any before
 
     def has_changed(self, step: int) -> bool:
         """Whether there may be a verdict, an alarm or news that this rank has not seen, or it is in another step."""
-        key = self.key(COUNT)
-        self.count = int(self._ask("get", key)) if self._ask("check", [key]) else 0  # mostly nobody has counted yet
-        return (self.count, step) != self._looked
+        key = self.key(LATEST)
+        self.latest = self._ask("get", key) if self._ask("check", [key]) else b""  # mostly there is no note yet
+        return (self.latest, step) != self._looked
 
     def has_looked(self, step: int) -> None:
         """This rank has seen all that there was when it asked, in that step, whether anything has changed."""
-        self._looked = self.count, step
+        self._looked = self.latest, step
 
     def verdict(self) -> PeerFailure | None:
         """The one that stands, if there is one."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 
-from penstock.errors import PeerFailure
+from penstock.errors import REBUILD, PeerFailure
 from penstock.messages import plain
 from penstock.runtime.transport.channel import Channel
 from penstock.schedule import Action
 
-REBUILD = "the group must be rebuilt"
 CONNECTION_CLOSED = "died or left (its connection closed)"
 STORE_GONE = "died or left (the store that it hosts is gone)"
 

@@ -40,7 +40,7 @@ class Marks:
         self._keys = [bulletin.key(f"{reason}/{other}") for other in range(ranks)]
         self._own = self._keys[rank]
         self._ever = bulletin.key(f"{reason}/ever")  # whether any rank has ever had it: mostly none has
-        self._nobody: int | None = None  # the count of notes when none had
+        self._nobody: bytes | None = None  # the latest note when none had
         self._fresh = fresh
         self._count = 0
         self._has_reason = False
@@ -51,7 +51,7 @@ class Marks:
         if has_reason or self._has_reason:
             if not self._count:
                 self._ask("set", self._ever, "yes")
-                self._bulletin.count_note()
+                self._bulletin.tell_of_note()
             self._count += 1
             self._has_reason = has_reason
             self._ask("set", self._own, write(self._own, self._count, has_reason))
@@ -59,10 +59,10 @@ class Marks:
     def anybody(self) -> bool:
         """Whether some rank here has it, as far as its count moves."""
         now, found = self._now(), False
-        if self._nobody == self._bulletin.count:
+        if self._nobody == self._bulletin.latest:
             return False
         if not self._ask("check", [self._ever]):
-            self._nobody = self._bulletin.count
+            self._nobody = self._bulletin.latest
             return False
         for key in self._keys:
             if not self._ask("check", [key]):

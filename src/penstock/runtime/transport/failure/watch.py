@@ -194,6 +194,8 @@ class Watch:
                         self._rank,
                         f"the store of the process group holds a {error} {STRANGER}",
                     )
+                    with suppress(Exception):
+                        self._bulletin.tell_of_note()  # who wrote it did not: the others would not look
                 except Exception:
                     gone = self.clock.now()
             if gone is not None:

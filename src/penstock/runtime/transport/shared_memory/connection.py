@@ -16,7 +16,7 @@ Every packet stands by itself, so that an interrupt between two of them leaves n
     BYE           the last packet: what closes after it has not died
 
 Packets of all channels come in one order, and are filed by channel when they are read. Whoever waits for one rank
-still reads what all others send, every few milliseconds: a packet that lies unread would in the end fill its socket
+still reads what all others send, fifty times a second: a packet that lies unread would in the end fill its socket
 and hold up a sender, and so make a program wait for more than its proof says. That is also when a death is seen of a
 rank that nobody waits for yet.
 """

@@ -63,3 +63,21 @@ def test_an_update_that_is_left_out_drops_its_gradients_and_says_so():
 def test_a_limit_below_0_is_refused():
     with pytest.raises(UsageError, match="clip=-1"):
         updates(-1)
+
+
+def test_what_could_train_nothing_is_refused_before_the_first_step():
+    """An optimizer over other tensors trained on with `updated=True`; a plateau's step() failed after the update."""
+    own, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([own])
+    with pytest.raises(UsageError, match="none of the 1 parameters"):
+        Updates(torch.optim.SGD([other]), None, None, False).check_parameters([own])
+    Updates(optimizer, None, None, False).check_parameters([own, other])
+    Updates(optimizer, None, None, False).check_parameters([])  # a rank whose stages have none
+    with pytest.raises(UsageError, match="another optimizer"):
+        Updates(optimizer, torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD([own]), 0.5), None, False)
+    with pytest.raises(UsageError, match="without arguments"):
+        Updates(optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), None, False)
+    with pytest.raises(UsageError, match="without arguments"):
+        Updates(optimizer, torch.optim.lr_scheduler.ExponentialLR, None, False)
+    with pytest.raises(UsageError, match="LBFGS"):
+        Updates(torch.optim.LBFGS([own]), None, None, False)

@@ -491,9 +491,11 @@ def by_length(data: list[dict[str, Tensor]], overlaps: bool) -> tuple[Any, list[
     ) as pipe:
         optimizer, losses, together, counts = OPTIMIZERS["adamw"](pipe.parameters()), [], [], []
         if overlaps:
-            for result in pipe.train_steps(data, optimizer, clip=LIMIT):
+            for number, result in enumerate(pipe.train_steps(data, optimizer, clip=LIMIT)):
                 losses.append(result.loss.item())
                 together.append(result.together)
+                ahead = not result.together and number < len(data) - 1  # this rank has run the next step
+                assert result.steps_done == number + 1 + ahead
                 counts.append(len(result.losses))
         else:
             for batch in data:

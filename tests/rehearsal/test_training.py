@@ -291,3 +291,17 @@ def test_one_pipeline_per_rank(tmp_path: Path) -> None:
 
     (attempt,) = rehearse_training(twice, schedule)
     assert all(isinstance(error, UsageError) for error in attempt.errors)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"faults": ["die 1 at 15"]}, "one list per attempt"),
+        ({"faults": "die 1 at 15"}, "one list per attempt"),
+        ({"file_seconds": -1}, "file_seconds is a number"),
+        ({"file_seconds": float("nan")}, "file_seconds is a number"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        penstock.rehearse_training(lambda rank: None, build("1f1b", 2, 2), **options)

@@ -49,6 +49,18 @@ class Updates:
             raise UsageError(
                 f"scheduler={scheduler!r}: pass a learning-rate scheduler, which has step(), or leave it out"
             )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UsageError("optimizer= is an LBFGS, which computes losses itself, by a closure; a pipeline cannot")
+        if isinstance(scheduler, (type, torch.optim.lr_scheduler.ReduceLROnPlateau)):
+            raise UsageError(
+                f"scheduler={scheduler!r}: its step() is called without arguments, once per step; call one that needs "
+                f"a loss, or that is not made yet, yourself"
+            )
+        groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", optimizer.param_groups)
+        if groups is not optimizer.param_groups:
+            raise UsageError(
+                "scheduler= is of another optimizer than optimizer=; make it with the one that trains"
+            )
         self.optimizer, self.scheduler = optimizer, scheduler
         self.clip = None if clip is None else check_limit("clip", clip)
         self.skip_nonfinite = skip_nonfinite
@@ -68,6 +80,15 @@ class Updates:
         """Whether an update changes nothing but what a snapshot has; a user's hooks may do anything."""
         optimizer = self.optimizer
         return not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+    def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse an optimizer that trains none of these, the pipeline's on this process."""
+        own = {id(parameter) for parameter in parameters}
+        if own and not any(id(parameter) in own for parameter in parameters_of(self.optimizer)):
+            raise UsageError(
+                f"optimizer= has none of the {len(own)} parameters that the pipeline has on this process, so nothing "
+                f"would be trained; make it over pipe.parameters()"
+            )
 
     def decide(self, parts: Sequence[PartialNorm | None], loss: float | None) -> UpdateDecision:
         """What to do, from every rank's part of the norm and the loss of the batch."""

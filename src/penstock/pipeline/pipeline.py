@@ -280,7 +280,7 @@ class Pipeline:
         It is the loop of `step`, `clip_grad_norm_`, `optimizer.step` and `zero_grad`, and has the same results to the
         last bit. But where ranks are processes, none of them waits for the others between two steps, so that the
         pipeline is filled and drained once and not in every step. A result comes when all ranks are done with its
-        step, which is one step late: by then this rank has run the next step and updated its weights. `evaluate`,
+        step, mostly one step late: by then this rank has run the next step and updated its weights. `evaluate`,
         `Checkpointer.save` and all other calls that every rank makes wait for all ranks first (`settle`).
 
         Call it on every rank with the same batches.
@@ -290,7 +290,8 @@ class Pipeline:
                 or dicts of keyword arguments of `step`.
             optimizer: This process's optimizer, over `pipe.parameters()`.
             clip: The largest norm of all gradients that is left as it is, as in `clip_grad_norm_`.
-            scheduler: A scheduler of learning rates, whose `step` is called after each update.
+            scheduler: A scheduler of learning rates, whose `step` is called once per step, whether or not its update
+                was left out.
             skip_nonfinite: Whether to leave out the update of a step whose loss or norm is inf or NaN.
 
         Yields:
@@ -300,6 +301,7 @@ class Pipeline:
         if self._loop is not None and self._loop.is_running:
             raise UsageError("this pipeline is in a train_steps() already; they do not nest")
         updates = Updates(optimizer, scheduler, clip, skip_nonfinite)
+        updates.check_parameters(list(self.parameters()))
         parts = StepParts(
             self.deployment,
             self.batches,

@@ -40,7 +40,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.optim.scaler import GradScaler
@@ -98,12 +98,16 @@ class StepLoop:
                 else:
                     self._step(call)
                 self._number += 1
-                while self._done:
-                    yield self._done.popleft()
+                yield from self._results()
             self.settle()
-            yield from self._done
+            yield from self._results()
         finally:  # left by an error, perhaps, which must not wait for other ranks
             self.is_running = False
+
+    def _results(self) -> Iterator[TrainedStep]:
+        """Those that are known by now."""
+        while self._done:
+            yield replace(self._done.popleft(), steps_done=self._number)
 
     @property
     def is_uncollected(self) -> bool:
@@ -157,7 +161,11 @@ class StepLoop:
     def _step_together(self, call: Call, why: str) -> None:
         state, updates = self._parts.state, self._updates
         with self._parts.deployment.ranks.in_call(call.name):
-            result = self._parts.together(call)
+            try:
+                result = self._parts.together(call)
+            except BaseException as error:
+                error.add_note(f"in step {self._number} of {CALL}, counted from 0")
+                raise
             scaler = self._scaler()
             if scaler is not None:
                 scaler.unscale_(updates.optimizer)

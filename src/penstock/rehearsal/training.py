@@ -11,6 +11,7 @@ at that moment. The next attempt begins with new processes, and finds what there
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -85,7 +86,8 @@ def rehearse_training(
 
     The function is what a script does under torchrun: it builds a model and its `Pipeline` (one, with this schedule),
     loads the newest checkpoint if there is one, and trains. All ranks are in this process, so a function that draws
-    from torch's generator has to seed it, and nothing of it may be shared between ranks but files.
+    from torch's generator has to seed it, and nothing of it may be shared between ranks but files. An exception of it
+    that is neither Penstock's nor a fault by plan ends the rehearsal, and is raised here.
 
     Args:
         train: The function; it is given the number of its rank.
@@ -105,6 +107,12 @@ def rehearse_training(
     Returns:
         What came of each attempt. The last one ended well, or had no faults.
     """
+    if not callable(train):
+        raise UsageError(f"train={train!r}: pass a function of a rank's number")
+    if not isinstance(file_seconds, (int, float)) or not 0 <= file_seconds < math.inf:
+        raise UsageError(f"file_seconds is a number of seconds, 0 or more; got {file_seconds!r}")
+    if isinstance(faults, str) or any(isinstance(each, (str, PlannedFault)) for each in faults):
+        raise UsageError(f'faults has one list per attempt, such as [["die 1 at 15"], []]; got {faults!r}')
     found: list[Attempt] = []
     for number, planned in enumerate([*faults, ()]):
         program, priced, checked_faults = checked(schedule, costs, seed, planned, steps, timeout, jitter, store_host)

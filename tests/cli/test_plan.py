@@ -57,6 +57,9 @@ def test_the_best_plan_is_written_for_the_training_command(cluster: str, tmp_pat
         (MODEL, "say what to plan for: --cluster FILE, --here for this machine, or --from RUN"),
         ([*MODEL, "--cluster", "none.toml"], "there is no cluster none.toml; examples/clusters/ has some"),
         ([*MODEL, "--here", "--cluster", "none.toml"], "leave out --cluster and --from"),
+        ([*MODEL, "--cluster", "none.toml", "--devices", "3"], "--devices is for --here"),
+        ([*MODEL, "--cluster", "none.toml", "--number", "2"], "add --save FILE"),
+        (["--check", "no/run", "--here"], "give it --cluster at most"),
         (["--check", "no/run"], "no/run is not the folder of a run that has trained"),
         (
             [*MODEL, "--cluster", str(Path(__file__).parents[2] / "examples/clusters/workstation.toml"), "--save", "."],

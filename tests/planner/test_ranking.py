@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,7 +21,7 @@ from penstock.planner.plan import config_for
 from penstock.planner.plans import Plans
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
-from penstock.planner.ranking import SearchSpace, candidates, rank_plans
+from penstock.planner.ranking import ROWS, SearchSpace, _sizes, candidates, rank_plans
 from penstock.schedule import FAMILIES
 from penstock.schedule.builders import _BY_NAME
 from penstock.train.config.settings import TrainConfig
@@ -81,9 +82,28 @@ def test_what_does_not_fit_is_rejected_with_its_numbers() -> None:
     tight = replace(SMALL, device=replace(SMALL.device, memory=4e8))
     found = plans(tight)
     replicas = next(each for each in found.rejected if each.layout == MeshLayout(1, 8))
-    assert "per device at best, of 360.0 MB that a plan may fill" in replicas.why
+    assert "per device, of 360.0 MB that a plan may fill" in replicas.why
     assert "optimizer" in replicas.why
     assert all(plan.peak.process <= 3.6e8 for plan in found.ranked)
+
+
+def test_more_memory_as_advised_gives_the_plan_that_was_promised() -> None:
+    """It once added up the bytes of one plan and the seconds of another."""
+    tight = replace(SMALL, device=replace(SMALL.device, memory=3.5e8))
+    found = plans(tight)
+    advice = next(line for line in found.advice if line.startswith("memory: with "))
+    amount, unit, seconds = re.match(r"memory: with ([\d.]+) (\w+) more .* take ([\d.]+) s", advice).groups()  # type: ignore[union-attr]
+    more = 1.01 * float(amount) * {"MB": 1e6, "GB": 1e9}[unit]
+    assert plans(replace(tight, device=replace(tight.device, memory=3.5e8 + more))).best.seconds <= 1.001 * float(
+        seconds
+    )
+
+
+def test_batches_that_few_powers_of_two_divide_are_divided_by_other_numbers() -> None:
+    assert _sizes(31, ROWS) == [1, 31]
+    assert _sizes(12, ROWS) == [1, 2, 3, 4, 6, 12]
+    assert _sizes(1536, ROWS) == list(ROWS)
+    assert _sizes(12, (4,)) == [4]
 
 
 def test_a_model_that_fits_nowhere_says_so() -> None:

@@ -68,12 +68,20 @@ def plan(
     penstock train with --save.
     """
     if check is not None:
+        if items or here or source is not None or save is not None:
+            raise UsageError("--check compares a run with its own prediction; give it --cluster at most")
         _check(check, cluster, as_json)
         return
     if not here and cluster is None and source is None:
         raise UsageError("say what to plan for: --cluster FILE, --here for this machine, or --from RUN")
     if here and (cluster is not None or source is not None):
         raise UsageError("--here measures this machine; leave out --cluster and --from")
+    if devices is not None and not here:
+        raise UsageError("--devices is for --here; a cluster's file says how many it has (hosts, devices)")
+    if number != 1 and save is None:
+        raise UsageError("--number chooses which plan is written; add --save FILE")
+    if not items and source is not None:
+        items = [str(Path(source) / "config.json")]  # the model of the run
     config = _config(items, trust)
     with working("planning"):
         from penstock.planner.plan import plan as make_plans  # loads torch

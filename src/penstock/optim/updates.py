@@ -58,9 +58,7 @@ class Updates:
             )
         groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", optimizer.param_groups)
         if groups is not optimizer.param_groups:
-            raise UsageError(
-                "scheduler= is of another optimizer than optimizer=; make it with the one that trains"
-            )
+            raise UsageError("scheduler= is of another optimizer than optimizer=; make it with the one that trains")
         self.optimizer, self.scheduler = optimizer, scheduler
         self.clip = None if clip is None else check_limit("clip", clip)
         self.skip_nonfinite = skip_nonfinite

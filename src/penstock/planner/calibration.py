@@ -172,6 +172,11 @@ def calibrate(cluster: Cluster, profile: Profile, run: RecordedRun) -> Cluster:
             f"device's peak of {cluster.device.peak:.3g} FLOP/s (device.peak); state a higher peak, or faster memory "
             f"and links"
         )
+    if predicted(low) < run.seconds:
+        raise UsageError(
+            f"a step took {run.seconds:.4g} s, but would take only {predicted(low):.4g} s if products ran at {low:g} "
+            f"of the device's peak of {cluster.device.peak:.3g} FLOP/s (device.peak): that run was on another cluster"
+        )
     for _ in range(STEPS):
         middle = (low + high) / 2
         if predicted(middle) > run.seconds:

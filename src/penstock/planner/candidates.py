@@ -299,4 +299,4 @@ def _simulated(name: str, ranks: int, microbatches: int, stages_per_rank: int, c
     last, rounds = found[-1], (microbatches - counts[-1]) / ranks
     makespan = last.makespan + rounds * (last.makespan - found[0].makespan)
     busy = (1 - last.bubble) * last.makespan * microbatches / counts[-1]
-    return makespan, 1 - busy / makespan
+    return makespan, max(0.0, 1 - busy / makespan)

@@ -24,6 +24,7 @@ from penstock.train.build import build_model, gpt_options
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE, is_function
 from penstock.train.data.batches import open_data
+from penstock.train.data.vocabulary import check_positions
 from penstock.train.loss import StepLoss, build_loss
 from penstock.train.models.freeze import freeze
 from penstock.train.models.huggingface import folder_of, tensor_plan_of
@@ -40,6 +41,8 @@ def profile_config(config: TrainConfig, software: Software) -> Profile:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         model, own_loss = build_model(short)
+        if config.model.source.startswith(HUGGINGFACE):
+            check_positions(config, model)
         freeze(model, config.training.freeze)
         loss = build_loss(config, model, own_loss, True)
         if half is not None and software.master_weights:
@@ -58,7 +61,7 @@ def profile_config(config: TrainConfig, software: Software) -> Profile:
             found = profile_model(model, train, plan=plan, software=software, half=half, sequence=config.data.sequence)
         except PenstockError:
             raise
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             raise ModelError(
                 f"{config.model.source} cannot run on rows of data.source ({config.data.source!r}, data.sequence "
                 f"{config.data.sequence}): {error}; name data that the model takes"

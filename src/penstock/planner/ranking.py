@@ -28,6 +28,7 @@ from penstock.train.run.account import optimizer_states
 
 PER_RANK = (1, 2, 3, 4, 6, 8)  # stages per rank that are tried
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of a microbatch
+FEW_SIZES = 4  # where fewer of these divide a batch, its other divisors are looked at too
 RANKED = 10  # layouts that are priced to the end
 SEARCHED, EFFORT = 512, 300  # microbatch-stages of plans whose schedule is also searched for; orders that are priced
 WORTH = 0.01  # of the makespan: what a searched schedule must save
@@ -50,9 +51,7 @@ class SearchSpace:
 def candidates(layout: MeshLayout, pricing_of: PricingOf, space: SearchSpace) -> Iterator[PlanCandidate]:
     """Every way to run a layout."""
     share = space.batch // layout.dp
-    for rows in space.rows:
-        if share % rows:
-            continue
+    for rows in _sizes(share, space.rows):
         pricing = pricing_of(layout, rows)
         for per_rank in space.per_rank if layout.pp > 1 else (1,):
             cuts = pricing.cut(layout.pp * per_rank)
@@ -65,6 +64,14 @@ def candidates(layout: MeshLayout, pricing_of: PricingOf, space: SearchSpace) ->
                     yield PlanCandidate(pricing, name, per_rank, share // rows, recompute, tuple(cuts), space.states)
 
 
+def _sizes(share: int, rows: Sequence[int]) -> list[int]:
+    """Rows of a microbatch that divide those of a replica."""
+    found = [each for each in rows if share % each == 0]
+    if len(found) < FEW_SIZES and rows == ROWS:
+        found = [each for each in range(1, ROWS[-1] + 1) if share % each == 0]
+    return found
+
+
 @dataclass
 class _Choice:
     """What was found out about the candidates of a layout."""
@@ -73,16 +80,15 @@ class _Choice:
     seconds: float = inf  # its step
     bound: float = inf  # what was not simulated takes at least so many seconds
     closest: PlanCandidate | None = None  # of those that do not fit, the one with the fewest bytes too many
-    excess: float = inf  # these bytes
-    larger: float = inf  # with more memory, a step might take only so many seconds
-    larger_excess: float = 0.0  # with so many more bytes
+    excess: float = inf  # these bytes, nearly at least
+    larger: PlanCandidate | None = None  # of those that do not fit, the one that might be the fastest
 
     def reject(self, candidate: PlanCandidate, excess: float) -> None:
-        """Note a candidate that needs `excess` bytes too many."""
+        """Note a candidate that needs `excess` bytes too many, nearly at least."""
         if excess < self.excess:
             self.closest, self.excess = candidate, excess
-        if candidate.bound < self.larger:
-            self.larger, self.larger_excess = candidate.bound, excess
+        if self.larger is None or candidate.bound < self.larger.bound:
+            self.larger = candidate
 
 
 def choose(found: Iterable[PlanCandidate], room: float) -> _Choice:
@@ -150,7 +156,7 @@ def rank_plans(
     if found:
         found[0] = found[0][0], _searched(found[0][1])
     plans = [make_plan(config, candidate, profile, cluster) for _, candidate in found]
-    advice = tuple(_advice(plans[0], [choice for _, choice in chosen])) if plans else ()
+    advice = tuple(_advice(plans[0], [choice for _, choice in chosen], cluster)) if plans else ()
     return Plans(tuple(plans), tuple(rejected), advice, cluster, profile.parameters)
 
 
@@ -212,7 +218,7 @@ def _why_not(layout: MeshLayout, choice: _Choice, room: float, space: SearchSpac
         f"{name} {bytes_text(getattr(memory, name))}" for name in ("weights", "gradients", "optimizer", "activations")
     )
     return (
-        f"needs {bytes_text(room + choice.excess)} per device at best, of {bytes_text(room)} that a plan may fill "
+        f"needs {bytes_text(memory.process)} per device, of {bytes_text(room)} that a plan may fill "
         f"({candidate.family}{', recomputed' if candidate.recompute else ''}: {parts})"
     )
 
@@ -281,14 +287,15 @@ def _searched(candidate: PlanCandidate) -> PlanCandidate:
     return candidate if is_larger or saved < WORTH * candidate.priced[0] else after
 
 
-def _advice(best: Plan, chosen: Sequence[_Choice]) -> Iterator[str]:
+def _advice(best: Plan, chosen: Sequence[_Choice], cluster: Cluster) -> Iterator[str]:
     """What limits the best plan."""
     first, *others = best.shares  # the work itself, and the rest
     kind = max(others, key=lambda name: best.shares[name])
     yield f"{first}: {best.shares[first] / best.seconds:.0%} of a step; {kind}: {best.shares[kind] / best.seconds:.0%}"
-    larger = min(chosen, key=lambda choice: choice.larger)
-    if larger.larger < 0.97 * best.seconds:
+    larger = min((each.larger for each in chosen if each.larger), key=lambda candidate: candidate.bound, default=None)
+    if larger is not None and larger.bound < 0.97 * best.seconds and larger.seconds < 0.97 * best.seconds:
+        more = (larger.fullest.process - cluster.room) / (1 - cluster.device.headroom)
         yield (
-            f"memory: with {bytes_text(larger.larger_excess)} more per device a step could take {larger.larger:.4g} s "
-            f"at best, {1 - larger.larger / best.seconds:.0%} less"
+            f"memory: with {bytes_text(more)} more per device, {larger.layout} with {larger.family} would fit and take "
+            f"{larger.seconds:.4g} s, {1 - larger.seconds / best.seconds:.0%} less"
         )

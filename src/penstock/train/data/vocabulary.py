@@ -33,7 +33,8 @@ def vocabulary_of(model: nn.Module) -> int | None:
 
 def check_vocabulary(config: TrainConfig, model: nn.Module, data: Any) -> None:
     """UsageError where the tokenizer, or a row of tokens, has numbers that the model does not know."""
-    _check_positions(config, model, data)
+    if isinstance(data, RowBatches | TokenBatches):
+        check_positions(config, model)
     known = vocabulary_of(model)
     if known is None:
         return
@@ -60,12 +61,10 @@ def positions_of(model: Any) -> tuple[int | None, bool]:
     return known, any(known <= each.num_embeddings <= known + 2 for each in tables)  # some keep two for padding
 
 
-def _check_positions(config: TrainConfig, model: Any, data: Any) -> None:
+def check_positions(config: TrainConfig, model: Any) -> None:
     """UsageError where rows may be longer than a model's table of positions."""
     known, has_table = positions_of(model)
-    if known is None or config.data.sequence <= known or not isinstance(data, RowBatches | TokenBatches):
-        return
-    if has_table:
+    if known is not None and has_table and config.data.sequence > known:
         raise UsageError(
             f"data.sequence is {config.data.sequence}, and {type(model).__name__} of {config.model.source} has a table "
             f"of {known} positions; set data.sequence to {known} or less"

@@ -17,7 +17,6 @@ ALLOWED = {
         "pickle.loads",
     ): "values that the user's own stage passes and that are not plain, from a peer that has proved itself",
     ("__init__.py", "importlib.import_module"): "Penstock's own modules, named in its source",
-    ("runtime/transport/__init__.py", "importlib.import_module"): "Penstock's own modules, named in its source",
     (
         "train/config/source.py",
         "importlib.import_module",

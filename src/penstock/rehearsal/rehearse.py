@@ -131,7 +131,7 @@ def checked(
     if not isinstance(jitter, (int, float)) or not 0 <= jitter < math.inf:
         raise UsageError(f"jitter is a relative spread of 0 or more, such as 0.1; got {jitter!r}")
     if isinstance(faults, str):
-        raise UsageError(f"the faults of a run are a list, such as [{faults!r}]; got the text alone")
+        raise UsageError(f"faults is a list, such as [{faults!r}]; got one text")
     costs = costs or Costs()
     if isinstance(costs.overlap, Mapping) and "transfers" not in schedule.passes:  # pairs that it does not name
         schedule = schedule.replace(priced_pairs(schedule.columns, costs)[0])

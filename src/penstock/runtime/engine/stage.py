@@ -188,7 +188,7 @@ class Stage:
         if mode is not None:
             if mode.candidates:
                 mode.learn(ends)
-            elif not self._parameters.known:
+            elif not self._parameters.deferrable:
                 self._parameters.has_none = True
         self._inspect_graph(graph, kind)
         return emitted, loss, phase.extra

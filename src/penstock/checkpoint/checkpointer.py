@@ -27,7 +27,7 @@ from penstock.checkpoint.save.saving import GivenUp, Saving, remove
 from penstock.checkpoint.save.write_plan import Planner
 from penstock.errors import CheckpointError, UsageError
 from penstock.files.tensors import Body
-from penstock.messages.clock import Background, Pending
+from penstock.messages.clock import Background, Submitted
 from penstock.rules import is_count
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Checkpointer:
         self.files = Directory(self.directory, keep_last, keep_every, keep_best)
         self._planner = Planner()
         self._writer: Background | None = None
-        self._under_way: list[tuple[Saving, Pending]] = []
+        self._under_way: list[tuple[Saving, Submitted]] = []
         self._failed: BaseException | None = None  # what went wrong in the background, until it is raised
         self._bodies: list[Body] = []  # free ones
         self._pipe: weakref.ref[Pipeline] | None = None  # of the last save

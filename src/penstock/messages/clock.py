@@ -46,7 +46,7 @@ class Worker(Protocol):
     def join(self, timeout: float | None = None) -> None: ...
 
 
-class Pending(Protocol):
+class Submitted(Protocol):
     """As `concurrent.futures.Future`, as far as it is used here."""
 
     def done(self) -> bool: ...
@@ -57,7 +57,7 @@ class Pending(Protocol):
 class Background(Protocol):
     """As an executor of `concurrent.futures`, as far as it is used here."""
 
-    def submit(self, work: Callable[[], Any], /) -> Pending: ...
+    def submit(self, work: Callable[[], Any], /) -> Submitted: ...
 
     def shutdown(self) -> None: ...
 

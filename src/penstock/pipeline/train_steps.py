@@ -49,7 +49,16 @@ from penstock.optim.updates import AS_IS, ORDER, UpdateDecision, Updates
 from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.model_state.state import ModelState
-from penstock.pipeline.trained_step import CALL, Abandoned, FailedHere, TrainedStep, UncollectedStep, explain, trained
+from penstock.pipeline.trained_step import (
+    CALL,
+    Abandoned,
+    FailedHere,
+    TrainedStep,
+    UncollectedStep,
+    explain,
+    trained,
+    which_step,
+)
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import EndedStep, StepResult, replica_report, result_of
 from penstock.runtime.engine.step_input import Refused
@@ -164,7 +173,7 @@ class StepLoop:
             try:
                 result = self._parts.together(call)
             except BaseException as error:
-                error.add_note(f"in step {self._number} of {CALL}, counted from 0")
+                error.add_note(which_step(self._number))
                 raise
             scaler = self._scaler()
             if scaler is not None:

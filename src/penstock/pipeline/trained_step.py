@@ -70,11 +70,16 @@ def trained(result: StepResult, decision: UpdateDecision, updated: bool, togethe
     return TrainedStep(**values, norm=decision.norm, updated=updated, together=together)
 
 
+def which_step(number: int) -> str:
+    """A step, as notes of errors name it."""
+    return f"in step {number} of {CALL}, counted from 0"
+
+
 def explain(error: BaseException, step: UncollectedStep) -> None:
     """Which step it was, and what became of the weights, as a note of the error."""
     told = step.ended.told
     failed = [rank for rank, report in enumerate(told) if report.failure is not None]
-    text = f"in step {step.number} of {CALL}, counted from 0"
+    text = which_step(step.number)
     if told and (len(failed) == len(told) or step.can_be_undone):
         text += "; it is undone on every rank, and the weights are those of the step before it"
     elif failed:

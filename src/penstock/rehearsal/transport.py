@@ -17,7 +17,7 @@ from penstock.rehearsal.virtual_time import RankClock
 from penstock.runtime.transport.channel import Channel, ChannelEnds, Outgoing, QueuedIncoming, name_message
 from penstock.runtime.transport.distributed.exchange import Exchange
 from penstock.runtime.transport.distributed.member import Member
-from penstock.runtime.transport.distributed.transfers import Transfers
+from penstock.runtime.transport.distributed.transfers import BackendTransfers
 from penstock.runtime.transport.distributed.transport import CHANNELS, DistributedTransport
 
 CONTROL = CHANNELS  # the number of the wires that carry exchanges, after those of channels
@@ -41,7 +41,9 @@ Stamp = Callable[[int, Message], Parcel]  # a message of a channel, with what it
 class RehearsalIncoming(QueuedIncoming[Message]):
     """The receiving end of a channel."""
 
-    def __init__(self, channel: Channel, number: int, backend: Backend, transfers: Transfers, posted: Posted) -> None:
+    def __init__(
+        self, channel: Channel, number: int, backend: Backend, transfers: BackendTransfers, posted: Posted
+    ) -> None:
         super().__init__(channel)
         self._number = number
         self._wire = backend.recv((), channel.source_rank, number)
@@ -76,7 +78,7 @@ class RehearsalIncoming(QueuedIncoming[Message]):
 class RehearsalOutgoing(Outgoing):
     """The sending end of a channel. A send never waits: the links buffer."""
 
-    def __init__(self, channel: Channel, number: int, transfers: Transfers, stamp: Stamp) -> None:
+    def __init__(self, channel: Channel, number: int, transfers: BackendTransfers, stamp: Stamp) -> None:
         super().__init__(channel)
         self._number = number
         self._transfers = transfers
@@ -97,7 +99,7 @@ class RehearsalOutgoing(Outgoing):
 class Mail:
     """What ranks say in exchanges, in the place of the sockets between ranks of one host."""
 
-    def __init__(self, network: Network, transfers: Transfers) -> None:
+    def __init__(self, network: Network, transfers: BackendTransfers) -> None:
         self._network, self._transfers = network, transfers
 
     def __contains__(self, peer: object) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor
 from penstock.errors import MessageError, UsageError
 from penstock.messages import plain
 from penstock.runtime.transport.channel import ChannelEnds
-from penstock.runtime.transport.distributed.transfers import Transfers
+from penstock.runtime.transport.distributed.transfers import BackendTransfers
 from penstock.runtime.transport.interrupts import uninterrupted
 
 FRAME_BYTES = 16 * 1024  # the entries of some dozens of ranks: what fits is taken without the receiver's help
@@ -81,7 +81,7 @@ class Exchange:
 
     sockets: Sockets | None = None  # to ranks on this host, where there may be any
 
-    def __init__(self, rank: int, ranks: int, coordinator: int, tag: int, transfers: Transfers) -> None:
+    def __init__(self, rank: int, ranks: int, coordinator: int, tag: int, transfers: BackendTransfers) -> None:
         if not 0 <= coordinator < ranks:
             raise UsageError(f"coordinator={coordinator}; there are ranks 0 to {ranks - 1}")
         self.rank = rank

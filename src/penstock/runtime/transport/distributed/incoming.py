@@ -25,7 +25,7 @@ from penstock.runtime.transport.distributed.messages import (
     describe,
     read_header,
 )
-from penstock.runtime.transport.distributed.transfers import Transfers
+from penstock.runtime.transport.distributed.transfers import BackendTransfers
 from penstock.runtime.transport.failure.peer_failures import failure_from
 from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.layout.layout import Book, Layout
@@ -41,7 +41,7 @@ class DistributedIncoming(Incoming):
     posted: dict[int, Pending]
 
     def __init__(
-        self, channel: Channel, tag: int, transfers: Transfers, book: Book, device: torch.device | None
+        self, channel: Channel, tag: int, transfers: BackendTransfers, book: Book, device: torch.device | None
     ) -> None:
         super().__init__(channel)
         self._expected = ExpectedLayouts(channel, tag)

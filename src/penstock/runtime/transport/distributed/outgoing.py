@@ -28,7 +28,7 @@ from penstock.runtime.transport.distributed.messages import (
     UnderWay,
     blank_header,
 )
-from penstock.runtime.transport.distributed.transfers import Transfers
+from penstock.runtime.transport.distributed.transfers import BackendTransfers
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.layout import Book, Frame, Layout, flatten
@@ -52,7 +52,7 @@ class DistributedOutgoing(Outgoing):
         self,
         channel: Channel,
         tag: int,
-        transfers: Transfers,
+        transfers: BackendTransfers,
         book: Book,
         device: torch.device | None,
         max_sends: int,

@@ -27,7 +27,7 @@ SLACK_SECONDS = (
 )
 
 
-class Transfers:
+class BackendTransfers:
     """Starts transfers and waits for them. The number of exchanges so far is stamped on every message."""
 
     def __init__(self, rank: int, backend: Any, device_backend: Any, watch: Watch, timeout: float) -> None:

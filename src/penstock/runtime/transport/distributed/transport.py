@@ -49,7 +49,7 @@ from penstock.runtime.transport.distributed.incoming import DistributedIncoming
 from penstock.runtime.transport.distributed.member import Member, has_agent, member_of
 from penstock.runtime.transport.distributed.messages import SUBTAGS
 from penstock.runtime.transport.distributed.outgoing import DistributedOutgoing
-from penstock.runtime.transport.distributed.transfers import Transfers
+from penstock.runtime.transport.distributed.transfers import BackendTransfers
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting, different_calls
 from penstock.runtime.transport.failure.own_state import held_weakly
@@ -121,7 +121,7 @@ class DistributedTransport(Transport):
             _traffic, weakref.ref(self)
         )  # not of this transport, which it would keep alive
         weakref.finalize(self, self.watch.close)
-        self._transfers = Transfers(self.rank, member.backend, member.device_backend, self.watch, timeout)
+        self._transfers = BackendTransfers(self.rank, member.backend, member.device_backend, self.watch, timeout)
         self._book = Book()
         self._max_sends = max_sends
         self._exchanger = Exchange(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._transfers)

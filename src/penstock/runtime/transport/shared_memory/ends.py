@@ -22,7 +22,7 @@ from penstock.messages import plain
 from penstock.runtime.transport.channel import Outgoing, QueuedIncoming, name_message
 from penstock.runtime.transport.distributed.incoming import DistributedIncoming
 from penstock.runtime.transport.distributed.outgoing import DistributedOutgoing
-from penstock.runtime.transport.distributed.transfers import Transfers
+from penstock.runtime.transport.distributed.transfers import BackendTransfers
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import after_loss, failure_from
 from penstock.runtime.transport.interrupts import uninterrupted
@@ -57,7 +57,7 @@ class SharedIncoming(QueuedIncoming[Filed]):
         self,
         through_distributed: DistributedIncoming,
         connections: Connections,
-        transfers: Transfers,
+        transfers: BackendTransfers,
         key: int,
         words: memoryview,
         place: int,
@@ -144,7 +144,7 @@ class SharedOutgoing(Outgoing):
         self,
         through_distributed: DistributedOutgoing,
         connections: Connections,
-        transfers: Transfers,
+        transfers: BackendTransfers,
         key: int,
         channels_checksum: int,
         place: int,

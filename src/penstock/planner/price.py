@@ -194,10 +194,10 @@ class Pricing:
             deferred = unit.forward.deferred.at(tp, divides) if split else 0.0
             gradients = unit.trained.at(tp) * self._element.gradient
             extra = max(extra, needed - gone)
+            if split:  # W has several gradients at once where they are small
+                extra = max(extra, gradients + min(made, BYTES_PER_PASS) - freed)
             first = max(first, made + (gradients if split else needed) - freed)
             gone, made, freed = gone + saved - deferred, made + gradients, freed + (deferred if split else saved)
-        if split:  # W has several gradients at once where they are small
-            extra = max(extra, min(made, BYTES_PER_PASS))
         return extra, max(0.0, first - extra)
 
     def _by_layer(self, begin: int, end: int, divides: bool) -> tuple[float, float]:

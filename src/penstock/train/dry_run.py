@@ -167,7 +167,7 @@ def _code_of(pipe: Pipeline) -> list[str]:
 def _together(rows: list[Memory]) -> Memory:
     """What several ranks in one process hold, at most."""
     columns = zip(*map(astuple, rows), strict=True)
-    return Memory(*(None if None in column else sum(column) for column in columns))
+    return Memory(*(None if None in column else sum(column) for column in columns))  # type: ignore[arg-type]
 
 
 def _weights(own: list[Holding], config: TrainConfig, divided: set[str]) -> tuple[float, float, float]:

@@ -78,7 +78,7 @@ def test_a_plan_that_was_changed_before_it_ran_is_not_held_to_its_prediction(tmp
     write_plan(plan, tmp_path / "plan.toml")
     changed = load_config(tmp_path / "plan.toml", ["data.batch=32"])
     found = compare_run(write_run(tmp_path / "run", changed))
-    assert "the prediction that was saved is of another configuration" in comparison_text(found)
+    assert "the prediction that was saved is not of this configuration" in comparison_text(found)
     assert found.errors["step"] == pytest.approx(0, abs=1e-2)
 
 

@@ -28,6 +28,7 @@ class Comparison:
     predicted: dict[str, float]
     plans: Plans  # what is best, now that the run is known
     basis: str  # what the prediction is from, in words
+    spread: float  # of the run's steps, as a share: half of the middle 80 %
 
     @property
     def errors(self) -> dict[str, float]:
@@ -65,7 +66,7 @@ def compare_run(path: str | Path, cluster: Cluster | str | Path | None = None) -
         if held:
             measured[kind] = max(held)
     measured = {name: value for name, value in measured.items() if name in predicted}
-    return Comparison(plan, measured, predicted, rank_plans(run.config, profile, calibrated), basis)
+    return Comparison(plan, measured, predicted, rank_plans(run.config, profile, calibrated), basis, run.spread)
 
 
 def _saved(run: RecordedRun) -> tuple[dict[str, float] | None, str]:
@@ -75,7 +76,7 @@ def _saved(run: RecordedRun) -> tuple[dict[str, float] | None, str]:
     if not saved:
         return None, f"no prediction was saved with this configuration and no --cluster is stated: {itself}"
     if saved.pop("of", None) != priced_settings(run.config) or not all(map(is_float, saved.values())):
-        return None, f"the prediction that was saved is of another configuration: {itself}"
+        return None, f"the prediction that was saved is not of this configuration: {itself}"
     return saved, "predicted when it was planned"
 
 
@@ -85,6 +86,7 @@ def comparison_document(found: Comparison) -> dict[str, Any]:
         "predicted": plan_document(found.plan),
         "measured": found.measured,
         "basis": found.basis,
+        "spread": found.spread,
         "errors": found.errors,
         "next": plans_document(found.plans),
     }
@@ -98,8 +100,9 @@ def comparison_text(found: Comparison) -> str:
         error = _error_text(name, errors[name]) if name in errors else ""
         rows.append((name, _figure(name, found.predicted[name]), _figure(name, value), error))
     worst = max(errors, key=lambda name: abs(errors[name]))
-    lines = [table(rows, left=[0]), "", found.basis]
-    lines.append(f"furthest off: {worst}, by {_error_text(worst, errors[worst])}")
+    spread = f"the run's own steps differ by {found.spread:.0%} from their median"
+    furthest = f"furthest off: {worst}, by {_error_text(worst, errors[worst])}"
+    lines = [table(rows, left=[0]), "", found.basis, spread, furthest]
     if not found.plans.ranked:
         return "\n".join([*lines, "", "no plan fits"])
     efficiency = found.plans.cluster.device.efficiency

@@ -75,7 +75,8 @@ def _saved(run: RecordedRun) -> tuple[dict[str, float] | None, str]:
     saved = dict(run.config.prediction)
     if not saved:
         return None, f"no prediction was saved with this configuration and no --cluster is stated: {itself}"
-    if saved.pop("of", None) != priced_settings(run.config) or not all(map(is_float, saved.values())):
+    is_of_this = saved.pop("of", None) == priced_settings(run.config)
+    if not is_of_this or "step" not in saved or not all(map(is_float, saved.values())):
         return None, f"the prediction that was saved is not of this configuration: {itself}"
     return saved, "predicted when it was planned"
 
@@ -83,7 +84,8 @@ def _saved(run: RecordedRun) -> tuple[dict[str, float] | None, str]:
 def comparison_document(found: Comparison) -> dict[str, Any]:
     """A comparison for a program."""
     return {
-        "predicted": plan_document(found.plan),
+        "plan": plan_document(found.plan),
+        "predicted": found.predicted,
         "measured": found.measured,
         "basis": found.basis,
         "spread": found.spread,

@@ -91,7 +91,8 @@ class PlanCandidate:
         """A figure that families with the same stages on each rank have in common."""
         if self.searched is not None:
             return find()
-        key = what, self.cuts, self.split, FAMILIES[self.family].layout, self.recompute
+        differs = () if what in ("own", "static") and not self.is_measured else (self.split, self.recompute)
+        key = what, self.cuts, FAMILIES[self.family].layout, differs
         if key not in self.pricing.shared:
             self.pricing.shared[key] = find()
         found: Found = self.pricing.shared[key]

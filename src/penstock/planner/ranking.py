@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from heapq import heappop, heappush
-from itertools import chain, count
+from itertools import count
 from math import inf
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ from penstock.planner.profile import Profile
 from penstock.schedule import family, search_report, simulate
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.account import optimizer_states
+from penstock.train.run.memory import Memory
 
 PER_RANK = (1, 2, 3, 4, 6, 8)  # stages per rank that are tried
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of a microbatch
@@ -33,6 +34,7 @@ RANKED = 10  # layouts that are priced to the end
 SEARCHED, EFFORT = 512, 300  # microbatch-stages of plans whose schedule is also searched for; orders that are priced
 WORTH = 0.01  # of the makespan: what a searched schedule must save
 PricingOf = Callable[[MeshLayout, int], Pricing]
+OfCut = Callable[[], Iterable[PlanCandidate]]
 Key = TypeVar("Key")
 
 
@@ -50,18 +52,29 @@ class SearchSpace:
 
 def candidates(layout: MeshLayout, pricing_of: PricingOf, space: SearchSpace) -> Iterator[PlanCandidate]:
     """Every way to run a layout."""
+    for _, of_cut in _cuts_of(layout, pricing_of, space):
+        yield from of_cut()
+
+
+def _cuts_of(layout: MeshLayout, pricing_of: PricingOf, space: SearchSpace) -> Iterator[tuple[float, OfCut]]:
+    """Every size of microbatches and number of stages of a layout: seconds at least, and what finds the candidates."""
     share = space.batch // layout.dp
     for rows in _sizes(share, space.rows):
         pricing = pricing_of(layout, rows)
         for per_rank in space.per_rank if layout.pp > 1 else (1,):
-            cuts = pricing.cut(layout.pp * per_rank)
-            if cuts is None:
-                continue
-            if per_rank > 1 and share // rows % layout.pp and pricing.cluster.software.whole_rounds:
-                continue
-            for name in families_for(layout.pp, per_rank, space.schedules):
-                for recompute in space.recompute:
-                    yield PlanCandidate(pricing, name, per_rank, share // rows, recompute, tuple(cuts), space.states)
+            if per_rank == 1 or share // rows % layout.pp == 0 or not pricing.cluster.software.whole_rounds:
+                of_cut = partial(_candidates_of_cut, pricing, per_rank, share // rows, space)
+                yield share // rows * pricing.work, of_cut
+
+
+def _candidates_of_cut(
+    pricing: Pricing, per_rank: int, microbatches: int, space: SearchSpace
+) -> Iterator[PlanCandidate]:
+    cuts = pricing.cut(pricing.layout.pp * per_rank)
+    if cuts is not None:
+        for name in families_for(pricing.layout.pp, per_rank, space.schedules):
+            for recompute in space.recompute:
+                yield PlanCandidate(pricing, name, per_rank, microbatches, recompute, tuple(cuts), space.states)
 
 
 def _sizes(share: int, rows: Sequence[int]) -> list[int]:
@@ -93,38 +106,35 @@ class _Choice:
 
 def choose(found: Iterable[PlanCandidate], room: float) -> _Choice:
     """The fastest candidate that fits into `room` bytes."""
-    return _choose_each({None: found}, {None: 0.0}, room)[None]
+    return _choose_each({None: [(0.0, lambda: found)]}, room)[None]
 
 
-def _choose_each(
-    groups: Mapping[Key, Iterable[PlanCandidate]], bounds: Mapping[Key, float], room: float
-) -> dict[Key, _Choice]:
+def _choose_each(groups: Mapping[Key, Iterable[tuple[float, OfCut]]], room: float) -> dict[Key, _Choice]:
     """The fastest candidate of each group that fits into `room` bytes, of the `RANKED` fastest groups.
 
-    Groups and candidates wait in one queue, by the time that they take at least: a group as a whole first, then each of
-    its candidates by its work alone, then by its own bound. So nothing is opened, or simulated, whose bound is above
-    the time of what is chosen in the end.
+    Cuts and candidates wait in one queue, by the time that they take at least: the candidates of a cut together, by the
+    model's work alone, then each of them by its own bound. So no model is cut, and nothing is simulated, whose bound
+    is above the time of what is chosen in the end.
     """
     choices = {key: _Choice() for key in groups}
     without: set[tuple[object, ...]] = set()  # what fits without recomputing, and is not slower then
     numbers = count()
-    queue: list[tuple[float, int, Key, PlanCandidate | None, bool]] = []
-    for key in groups:
-        heappush(queue, (bounds[key], next(numbers), key, None, False))
+    queue: list[tuple[float, int, Key, OfCut | PlanCandidate]] = []
+    for key, cuts in groups.items():
+        for bound, of_cut in cuts:
+            heappush(queue, (bound, next(numbers), key, of_cut))
     limit = inf
     while queue:
-        bound, _, key, candidate, is_own = heappop(queue)
+        bound, _, key, candidate = heappop(queue)
         choice = choices[key]
         if bound >= (1 - 1e-9) * min(choice.seconds, limit):
             choice.bound = min(choice.bound, bound)
-        elif candidate is None:
-            for each in groups[key]:
-                heappush(queue, (each.microbatches * each.pricing.work, next(numbers), key, each, False))
-        elif not is_own:
-            if candidate.static_bytes > room:
-                choice.reject(candidate, candidate.static_bytes - room)
-            else:
-                heappush(queue, (candidate.bound, next(numbers), key, candidate, True))
+        elif not isinstance(candidate, PlanCandidate):
+            for each in candidate():
+                if each.static_bytes > room:
+                    choice.reject(each, each.static_bytes - room)
+                else:
+                    heappush(queue, (each.bound, next(numbers), key, each))
         elif (way := (candidate.pricing, candidate.family, candidate.stages_per_rank)) not in without:
             excess = candidate.needs_more_than(room) or candidate.fullest.process - room
             if excess > 0:
@@ -167,24 +177,19 @@ def _choose_all(
     groups: dict[MeshLayout, list[MeshLayout]] = {}  # both placements on hosts are one layout
     for layout in every:
         groups.setdefault(replace(layout, inner="dp"), []).append(layout)
-    bounds = {
-        layout: min(
-            (space.batch / layout.dp / rows * pricing_of(each, rows).work for each in group for rows in space.rows),
-            default=0.0,
-        )
-        for layout, group in groups.items()
-    }
+    least = {layout: pricing_of(group[0], 1).average(space.states) for layout, group in groups.items()}
     ways = {
-        layout: chain.from_iterable(candidates(each, pricing_of, space) for each in group)
+        layout: [way for each in group for way in _cuts_of(each, pricing_of, space)]
         for layout, group in groups.items()
+        if least[layout].process <= room
     }
-    found = _choose_each(ways, bounds, room)
+    found = _choose_each(ways, room)
     chosen = sorted(
         ((layout, choice) for layout, choice in found.items() if choice.best is not None),
         key=lambda each: each[1].seconds,
     )
     rejected: list[Rejected] = []
-    for layout in sorted(groups, key=lambda each: bounds[each]):
+    for layout in sorted(ways, key=lambda each: min((bound for bound, _ in ways[each]), default=inf)):
         choice = found[layout]
         if choice.best is None and choice.bound < inf:
             rejected.append(Rejected(layout, f"takes {choice.bound:.4g} s at least, longer than the plans above"))
@@ -192,6 +197,8 @@ def _choose_all(
             rejected.append(Rejected(layout, _why_not(layout, choice, room, space)))
     for layout, choice in chosen[RANKED:]:
         rejected.append(Rejected(layout, f"takes {choice.seconds:.4g} s, longer than the plans above"))
+    for layout in sorted(groups.keys() - ways.keys(), key=lambda each: least[each].process):
+        rejected.append(Rejected(layout, _too_much(least[layout], room, "before any activation")))
     return chosen[:RANKED], rejected
 
 
@@ -213,14 +220,15 @@ def _why_not(layout: MeshLayout, choice: _Choice, room: float, space: SearchSpac
     if choice.closest is None:
         return f"no rows per microbatch divide its {space.batch // layout.dp} rows per replica, or too few layers"
     candidate = choice.closest
-    memory = candidate.fullest
+    family = f"{candidate.family}{', recomputed' if candidate.recompute else ''}"
+    return _too_much(candidate.fullest, room, family)
+
+
+def _too_much(memory: Memory, room: float, what: str) -> str:
     parts = ", ".join(
         f"{name} {bytes_text(getattr(memory, name))}" for name in ("weights", "gradients", "optimizer", "activations")
     )
-    return (
-        f"needs {bytes_text(memory.process)} per device, of {bytes_text(room)} that a plan may fill "
-        f"({candidate.family}{', recomputed' if candidate.recompute else ''}: {parts})"
-    )
+    return f"needs {bytes_text(memory.process)} per device, of {bytes_text(room)} that a plan may fill ({what}: {parts})"
 
 
 def make_plan(config: TrainConfig, candidate: PlanCandidate, profile: Profile, cluster: Cluster) -> Plan:

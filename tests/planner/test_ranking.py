@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_rejected_with_its_numbers() -> None:
     tight = replace(SMALL, device=replace(SMALL.device, memory=4e8))
     found = plans(tight)
     replicas = next(each for each in found.rejected if each.layout == MeshLayout(1, 8))
-    assert "per device, of 360.0 MB that a plan may fill" in replicas.why
+    assert "per device, of 360 MB that a plan may fill" in replicas.why
     assert "optimizer" in replicas.why
     assert all(plan.peak.process <= 3.6e8 for plan in found.ranked)
 
@@ -189,13 +189,22 @@ def test_a_module_and_a_function_that_builds_it_are_planned_alike_and_left_alone
     model = Twice()
     before = [each.clone() for each in model.parameters()]
     example = (torch.zeros(3, 16),)
-    found = [penstock.plan(each, SMALL, batch=16, example=example, layout=MeshLayout(2, 4)) for each in (model, Twice)]
+    pair = replace(SMALL, hosts=1, devices=2)
+    found = [penstock.plan(each, pair, batch=4, example=example, layout=MeshLayout(2)) for each in (model, Twice)]
     assert found[0].best.seconds == found[1].best.seconds
     assert found[0].parameters == sum(each.numel() for each in model.parameters())
     assert all(map(torch.equal, before, model.parameters()))
     with penstock.Pipeline(model, plan=found[0].best, loss_fn=nn.MSELoss(), example=example) as pipe:
         result = pipe.step(torch.ones(4, 16), target=torch.zeros(4, 16))
     assert result.loss.item() == pytest.approx(nn.MSELoss()(model(torch.ones(4, 16)), torch.zeros(4, 16)).item())
+
+
+def test_a_plan_with_replicas_is_no_plan_for_one_pipeline() -> None:
+    """A pipeline without a mesh once ran one replica of a plan for four, without a word."""
+    example = (torch.zeros(3, 16),)
+    found = penstock.plan(Twice, SMALL, batch=16, example=example, layout=MeshLayout(2, 4))
+    with pytest.raises(UsageError, match=r"the plan is for pp 2 x dp 4.*pass mesh=, a DeviceMesh with the axes pp, dp"):
+        penstock.Pipeline(Twice(), plan=found.best, loss_fn=nn.MSELoss(), example=example)
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,14 @@ from penstock.errors import UsageError
 from penstock.planner.candidates import PlanCandidate, default_families, families_for
 from penstock.planner.cluster import Cluster
 from penstock.planner.layout import MeshLayout, layouts
-from penstock.planner.plans import Plan, Plans, Rejected, bytes_text
+from penstock.planner.plans import Plan, Plans, Rejected
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
 from penstock.schedule import family, search_report, simulate
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.account import optimizer_states
 from penstock.train.run.memory import Memory
+from penstock.view.figures import bytes_text
 
 PER_RANK = (1, 2, 3, 4, 6, 8)  # stages per rank that are tried
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of a microbatch

@@ -15,7 +15,7 @@ from functools import cache, partial
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from penstock.errors import UsageError
 from penstock.planner.candidates import PlanCandidate, default_families, families_for
@@ -35,6 +35,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of a microbatch
 FEW_SIZES = 4  # where fewer of these divide a batch, its other divisors are looked at too
 RANKED = 10  # layouts that are priced to the end
 SEARCHED, EFFORT = 512, 300  # microbatch-stages of plans whose schedule is also searched for; orders that are priced
+ALIKE = 1.01  # times as many seconds are as few
 WORTH = 0.01  # of the makespan: what a searched schedule must save
 PricingOf = Callable[[MeshLayout, int], Pricing]
 OfCut = Callable[[], Iterable[PlanCandidate]]
@@ -112,8 +113,12 @@ def choose(found: Iterable[PlanCandidate], room: float) -> _Choice:
     return _choose_each({None: [(0.0, lambda: found)]}, room)[None]
 
 
-def _choose_each(groups: Mapping[Key, Iterable[tuple[float, OfCut]]], room: float) -> dict[Key, _Choice]:
-    """The fastest candidate of each group that fits into `room` bytes, of the `RANKED` fastest groups.
+def _choose_each(
+    groups: Mapping[Key, Iterable[tuple[float, OfCut]]], room: float, ranked: int = RANKED, within: float = inf
+) -> dict[Key, _Choice]:
+    """The fastest candidate of each group that fits into `room` bytes, of the `ranked` fastest groups.
+
+    Nothing that takes more than `within` seconds is looked at.
 
     Cuts and candidates wait in one queue, by the time that they take at least: the candidates of a cut together, by the
     model's work alone, then each of them by its own bound. So no model is cut, and nothing is simulated, whose bound
@@ -126,7 +131,7 @@ def _choose_each(groups: Mapping[Key, Iterable[tuple[float, OfCut]]], room: floa
     for key, cuts in groups.items():
         for bound, of_cut in cuts:
             heappush(queue, (bound, next(numbers), key, of_cut))
-    limit = inf
+    limit = within
     while queue:
         bound, _, key, candidate = heappop(queue)
         choice = choices[key]
@@ -147,7 +152,7 @@ def _choose_each(groups: Mapping[Key, Iterable[tuple[float, OfCut]]], room: floa
             if candidate.seconds < choice.seconds:
                 choice.best, choice.seconds = candidate, candidate.seconds
                 fastest = sorted(each.seconds for each in choices.values())
-                limit = fastest[RANKED - 1] if len(fastest) >= RANKED else inf
+                limit = min(within, fastest[ranked - 1]) if len(fastest) >= ranked else within
     return choices
 
 
@@ -170,8 +175,32 @@ def rank_plans(
     if found:
         found[0] = found[0][0], _searched(found[0][1])
     plans = [make_plan(config, candidate, profile, cluster) for _, candidate in found]
-    advice = tuple(_advice(plans[0], [choice for _, choice in chosen], cluster)) if plans else ()
-    return Plans(tuple(plans), tuple(rejected), advice, cluster, profile.parameters)
+    advice = [*_advice(plans[0], [choice for _, choice in chosen], cluster)] if plans else []
+    if plans and among is None:
+        advice += _fewer_devices(plans[0].seconds, profile, cluster, space)
+    return Plans(tuple(plans), tuple(rejected), tuple(advice), cluster, profile.parameters)
+
+
+def _fewer_devices(seconds: float, profile: Profile, cluster: Cluster, space: SearchSpace) -> Iterator[str]:
+    """What a half, a quarter, ... of the devices would take, if that is as little as `seconds`."""
+    part, best, within = cluster, None, ALIKE * seconds
+    while part.world > 1:
+        size = replace(part, hosts=part.hosts // 2) if part.hosts > 1 else replace(part, devices=part.devices // 2)
+        part, pricing_of = size, cache(partial(Pricing, profile, size))
+        every = layouts(part, **_limits_of(profile), batch=space.batch)
+        ways = {layout: [*_cuts_of(layout, pricing_of, space)] for layout in every}
+        if min((bound for group in ways.values() for bound, _ in group), default=inf) >= within:
+            break  # nothing can be faster, on these and on fewer
+        with _no_collections():
+            choices = _choose_each(ways, part.room, 1, within)
+        found = min(choices.values(), key=lambda choice: choice.seconds)
+        if found.best is not None and found.seconds < within:
+            best, within = (part, found.best), found.seconds
+    if best is not None:
+        yield (
+            f"devices: {best[0].world} of the {cluster.world} take {best[1].seconds:.4g} s, with {best[1].layout} and "
+            f"{best[1].family}; more of them do not help a batch of {space.batch} rows"
+        )
 
 
 @contextmanager
@@ -220,16 +249,21 @@ def _choose_all(
 
 def layouts_of(profile: Profile, cluster: Cluster, batch: int) -> list[MeshLayout]:
     """Every layout that a model can have on a cluster."""
-    places = sum(profile.counts_of(()))
-    divisible = any(unit.parameters.divided for unit in profile.one)
-    found = list(layouts(cluster, most_stages=places, heads=profile.attention, batch=batch, divisible=divisible))
+    found = list(layouts(cluster, **_limits_of(profile), batch=batch))
     if not found:
+        places = sum(profile.counts_of(()))
         raise UsageError(
             f"a batch of {batch} rows cannot be divided over {cluster.world} devices: no pp x dp x tp of that product "
             f"has a dp that divides it, and a pp of at most {places} pieces of the model; a multiple of "
             f"{cluster.world} rows can be divided"
         )
     return found
+
+
+def _limits_of(profile: Profile) -> dict[str, Any]:
+    """What a model says of the layouts that it can have."""
+    divisible = any(unit.parameters.divided for unit in profile.one)
+    return {"most_stages": sum(profile.counts_of(())), "heads": profile.attention, "divisible": divisible}
 
 
 def _why_not(layout: MeshLayout, choice: _Choice, room: float, space: SearchSpace) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -293,7 +293,8 @@ class Pricing:
         numbers, trained = (
             sum(getattr(unit, name).at(tp) for unit in self.units) / pp for name in ("parameters", "trained")
         )
-        return self.memory([StageCosts(*[0.0] * 11, numbers, trained, 0.0)], 0.0, states)
+        nothing = dict.fromkeys((each.name for each in fields(StageCosts)), 0.0)
+        return self.memory([StageCosts(**{**nothing, "numbers": numbers, "trained": trained})], 0.0, states)
 
     def gradient_bytes(self, stage: StageCosts) -> float:
         """Bytes of the gradients of a stage that a rank keeps until the update."""

@@ -246,14 +246,14 @@ class Pricing:
         return found
 
     def _find_stages(self, cuts: tuple[int, ...], split: bool) -> list[StageCosts]:
-        return self._noted(("stages", cuts), lambda: self._count_stages(cuts))
+        return self._noted(("stages", cuts, split), lambda: self._count_stages(cuts, split))
 
-    def _count_stages(self, cuts: tuple[int, ...]) -> list[StageCosts]:
+    def _count_stages(self, cuts: tuple[int, ...], split: bool) -> list[StageCosts]:
         known: dict[tuple[object, ...], StageCosts] = self._noted("known", dict)
         found = []
         for begin, end in pairwise([0, *cuts, len(self.units)]):
             kinds = [id(unit.forward) for unit in self.units[max(0, begin - 1) : end]]
-            key = (begin == 0, end == len(self.units), *kinds)
+            key = (split, begin == 0, end == len(self.units), *kinds)
             if key not in known:
                 known[key] = self.stage(begin, end, split)
             found.append(known[key])

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 
+import penstock
 from penstock.planner.cluster import Cluster, Device, Interconnect
 from penstock.planner.comparison import compare_run, comparison_document, comparison_text
+from penstock.planner.layout import MeshLayout
 from penstock.planner.plan import config_for
-from penstock.schedule import build
-from penstock.train.config.read import to_document
+from penstock.planner.writing import write_plan
+from penstock.schedule import Costs, build, simulate
+from penstock.train.config.read import load_config, to_document
 from penstock.train.config.settings import TrainConfig
 
 TWO = Cluster(
@@ -28,7 +31,7 @@ def write_run(root: Path, config: TrainConfig, seconds: float = 0.05) -> Path:
     root.mkdir()
     (root / "config.json").write_text(json.dumps(to_document(config)))
     (root / "metrics.jsonl").write_text(6 * (json.dumps({"seconds": seconds}) + "\n"))
-    kinds = {"weights": 1e5, "gradients": 1e5, "optimizer": 2e5, "activations": 3e5, "process": 3e8}
+    kinds = {"weights": 1e5, "gradients": 1e5, "optimizer": 2e5, "activations": 3e5, "tensors": 6e5, "process": 3e8}
     (root / "memory.json").write_text(json.dumps([kinds, kinds]))
     return root
 
@@ -41,7 +44,7 @@ def config(**pipeline: object) -> TrainConfig:
 def test_a_run_is_shown_beside_its_prediction_and_planned_again(tmp_path: Path) -> None:
     found = compare_run(write_run(tmp_path / "run", config()), TWO)
     assert found.measured["step"] == 0.05
-    assert set(found.errors) == {"step", "weights", "gradients", "optimizer", "activations"}
+    assert set(found.errors) == {"step", "weights", "gradients", "optimizer", "activations", "tensors"}
     text = comparison_text(found)
     assert "furthest off: " in text
     assert "next best: " in text
@@ -52,7 +55,38 @@ def test_without_a_cluster_the_run_calibrates_itself_and_the_process_is_compared
     found = compare_run(write_run(tmp_path / "run", config()))
     assert found.errors["step"] == pytest.approx(0, abs=1e-2)
     assert "process" in found.errors
-    assert "its error says nothing" in comparison_text(found)
+    assert "whose error says nothing" in comparison_text(found)
+
+
+def test_a_run_of_a_saved_plan_is_compared_with_what_the_plan_said(tmp_path: Path) -> None:
+    """It was priced anew, at the efficiency that makes its own step right: the plan's own error was nowhere."""
+    plan = penstock.plan(config(), TWO, layout=MeshLayout(2), schedules=["1f1b"]).best
+    write_plan(plan, tmp_path / "plan.toml")
+    root = write_run(tmp_path / "run", load_config(tmp_path / "plan.toml", ["training.steps=7"]), 2 * plan.seconds)
+    timeline = replace(simulate(plan.schedule, Costs()), unit="s")
+    timeline.save(root / "timeline.json")
+    found = compare_run(root)
+    assert found.errors["step"] == pytest.approx(-0.5)
+    assert found.predicted["makespan"] < plan.seconds
+    assert found.measured["makespan"] == timeline.makespan
+    assert {"idle", "tensors", "process"} <= set(found.errors)
+    assert "predicted when it was planned\n" in comparison_text(found)
+
+
+def test_a_plan_that_was_changed_before_it_ran_is_not_held_to_its_prediction(tmp_path: Path) -> None:
+    plan = penstock.plan(config(), TWO, layout=MeshLayout(2), schedules=["1f1b"]).best
+    write_plan(plan, tmp_path / "plan.toml")
+    changed = load_config(tmp_path / "plan.toml", ["data.batch=32"])
+    found = compare_run(write_run(tmp_path / "run", changed))
+    assert "the prediction that was saved is not of this configuration" in comparison_text(found)
+    assert found.errors["step"] == pytest.approx(0, abs=1e-2)
+
+
+def test_the_mfu_of_plans_from_a_run_is_of_the_peak_that_the_run_had(tmp_path: Path) -> None:
+    """The peak was measured anew and multiplied by four, so the run's own MFU of 40 % became one of some percent."""
+    root = write_run(tmp_path / "run", config(), 0.05)
+    (root / "metrics.jsonl").write_text(6 * (json.dumps({"seconds": 0.05, "mfu": 0.4}) + "\n"))
+    assert compare_run(root).plan.mfu == pytest.approx(0.4, rel=1e-2)
 
 
 def test_a_schedule_from_a_file_is_priced_as_it_is_written_there(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from penstock.planner.cluster import Cluster
 from penstock.planner.layout import MeshLayout
 from penstock.planner.plan import config_for
 from penstock.planner.plans import Plan
-from penstock.planner.writing import config_of, to_toml, write_plan
+from penstock.planner.writing import config_of, priced_settings, to_toml, write_plan
 from penstock.schedule import Schedule
 from penstock.train.config.consistent import check_consistent
 from penstock.train.config.read import load_config
@@ -38,7 +39,8 @@ def test_a_written_plan_is_read_back_as_the_same_configuration(layout: MeshLayou
     schedule = write_plan(plan, tmp_path / "plan.toml")
     read = load_config(tmp_path / "plan.toml")
     check_consistent(read, "plan.toml")
-    assert read == config_of(plan, str(schedule) if plan.family == "searched" else None)
+    assert read.prediction == {"of": priced_settings(read), **plan.figures}
+    assert replace(read, prediction={}) == config_of(plan, str(schedule) if plan.family == "searched" else None)
     assert (read.pipeline.ranks, read.mesh.replicas, read.mesh.tp) == (layout.pp, layout.dp, layout.tp)
     assert (read.mesh.replicate == "fsdp") == layout.sharded
     assert Schedule.load(schedule) == plan.schedule

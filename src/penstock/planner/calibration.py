@@ -15,6 +15,7 @@ from penstock.checkpoint.disk.plain_files import read_plain
 from penstock.errors import UsageError
 from penstock.planner.candidates import PlanCandidate
 from penstock.planner.cluster import Cluster, Device
+from penstock.planner.here import available_memory
 from penstock.planner.layout import MeshLayout
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
@@ -25,10 +26,12 @@ from penstock.train.config.consistent import is_schedule_file, processes_of, sta
 from penstock.train.config.read import checked
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.account import optimizer_states
+from penstock.train.run.flops import peak_flops
 from penstock.train.run.run_folder import RunFolder
 
 STEPS = 60  # how often the range of efficiencies is halved
 SKIPPED = 3  # steps of a run in which libraries are still being loaded
+ABOVE_MEASURED = 4.0  # a peak that was measured once, on cores that others used as well, may be exceeded so far
 KINDS = ("weights", "gradients", "optimizer", "activations")
 
 
@@ -43,6 +46,7 @@ class RecordedRun:
     memory: list[dict[str, Any]]
     timeline: Timeline | None
     counts: list[int] | None = None  # modules of each stage, where the run has measured how to cut
+    mfu: float | None = None  # of the median step
 
     def candidate(self, profile: Profile, cluster: Cluster) -> PlanCandidate:
         """What was run, as a candidate with a price."""
@@ -60,7 +64,7 @@ def read_run(path: str | Path) -> RecordedRun:
     folder = RunFolder(root)
     try:
         config = checked(TrainConfig, _json(root / "config.json"), str(root / "config.json"))
-        seconds = [_seconds(folder.metrics, line) for line in read_plain(folder.metrics).splitlines()]
+        lines = [_line(folder.metrics, line) for line in read_plain(folder.metrics).splitlines()]
         memory = _memory_rows(folder.memory) if folder.memory.is_file() else []
         cut = folder.cut()
     except FileNotFoundError as error:
@@ -69,15 +73,17 @@ def read_run(path: str | Path) -> RecordedRun:
         ) from None
     except NotADirectoryError:
         raise UsageError(f"{root} is a file; name the folder of a run that penstock train has made") from None
-    times = sorted(filter(None, seconds[SKIPPED:]))
+    times = sorted(line["seconds"] for line in lines[SKIPPED:] if line.get("seconds"))
     if not times:
-        raise UsageError(f"{root} has {len(seconds)} steps; {SKIPPED + 1} or more tell what a step takes")
+        raise UsageError(f"{root} has {len(lines)} steps; {SKIPPED + 1} or more tell what a step takes")
     middle = statistics.median(times)
     tenth = len(times) // 10
     timeline = Timeline.load(folder.timeline) if folder.timeline.is_file() else None
     spread = (times[-1 - tenth] - times[tenth]) / 2 / middle
     counts = None if cut is None or cut["stages"] != stages_of(config) else cut["counts"]
-    return RecordedRun(root, config, middle, spread, memory, timeline, counts)
+    used = [line["mfu"] * line["seconds"] for line in lines[SKIPPED:] if line.get("seconds") and line.get("mfu")]
+    mfu = statistics.median(used) / middle if used else None
+    return RecordedRun(root, config, middle, spread, memory, timeline, counts, mfu)
 
 
 def _damaged(path: Path, why: object) -> UsageError:
@@ -92,13 +98,15 @@ def _json(path: Path, text: bytes | str | None = None) -> Any:
         raise _damaged(path, error) from None
 
 
-def _seconds(path: Path, text: bytes | str) -> float | None:
-    """What the step of a line of metrics took."""
+def _line(path: Path, text: bytes | str) -> dict[str, Any]:
+    """The figures of one step."""
     line = _json(path, text)
-    found = line.get("seconds") if isinstance(line, dict) else line
-    if found is not None and not is_float(found):
-        raise _damaged(path, f"a step has {found!r} for its seconds")
-    return found
+    if not isinstance(line, dict):
+        raise _damaged(path, f"a step is {line!r}")
+    for name in ("seconds", "mfu"):
+        if line.get(name) is not None and not is_float(line[name]):
+            raise _damaged(path, f"a step has {line[name]!r} for its {name}")
+    return line
 
 
 def _memory_rows(path: Path) -> list[dict[str, Any]]:
@@ -159,13 +167,13 @@ def _cuts_of(config: TrainConfig, profile: Profile, counts: list[int] | None) ->
     return None
 
 
-def calibrate(cluster: Cluster, profile: Profile, run: RecordedRun) -> Cluster:
-    """The cluster with the efficiency at which a step of the run is predicted to take what it took."""
+def calibrate(cluster: Cluster, profile: Profile, run: RecordedRun, most: float = 1.0) -> Cluster:
+    """The cluster with the efficiency, of `most`, at which a step of the run is predicted to take what it took."""
 
     def predicted(efficiency: float) -> float:
         return run.predicted_seconds(run.candidate(profile, cluster.at(efficiency)))
 
-    low, high = 1e-4, 1.0
+    low, high = 1e-4, most
     if predicted(high) > run.seconds:
         raise UsageError(
             f"a step took {run.seconds:.4g} s, but would take {predicted(high):.4g} s if every product ran at the "
@@ -188,14 +196,25 @@ def calibrate(cluster: Cluster, profile: Profile, run: RecordedRun) -> Cluster:
     return cluster.at(high)
 
 
-def from_run(run: RecordedRun, profile: Profile, cluster: Cluster) -> Cluster:
-    """A cluster calibrated by a run; its error bar is the spread of the run's steps, 5 % at least."""
-    return replace(calibrate(cluster, profile, run), error=min(1.0, max(0.05, run.spread)))
+def from_run(run: RecordedRun, profile: Profile, cluster: Cluster | None = None) -> Cluster:
+    """A cluster calibrated by a run, and where the run was if none is stated.
+
+    Its error bar is the spread of the run's steps, 5 % at least.
+    """
+    if cluster is None:
+        found = calibrate(cluster_of(run, profile, available_memory()), profile, run, ABOVE_MEASURED)
+    else:
+        found = calibrate(cluster, profile, run)
+    return replace(found, error=min(1.0, max(0.05, run.spread)))
 
 
-def cluster_of(run: RecordedRun, memory: float, peak: float) -> Cluster:
-    """Where a run was, if no cluster is stated: this machine, each process with its share of the memory."""
+def cluster_of(run: RecordedRun, profile: Profile, memory: float) -> Cluster:
+    """This machine as a run has had it: each process with its share of the memory, and the peak that its MFU is of."""
     processes = processes_of(run.config)
-    alone = [each["process"] - sum(each[kind] or 0.0 for kind in KINDS) for each in run.memory]
+    if run.mfu:
+        peak = run.config.data.batch * profile.model_flops / (run.seconds * run.mfu * processes)
+    else:
+        peak = (peak_flops(run.config) or (1e12, ""))[0]
+    alone = [each["process"] - (each.get("tensors") or sum(each[kind] or 0.0 for kind in KINDS)) for each in run.memory]
     device = Device(memory=memory / processes, peak=peak, reserved=max(alone, default=5e8), holds_checkpoints=True)
     return Cluster(name=f"as {run.folder}", hosts=1, devices=processes, device=device)

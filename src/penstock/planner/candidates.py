@@ -168,7 +168,7 @@ class PlanCandidate:
     def peaks(self) -> list[tuple[float, float]]:
         """Bytes of each rank at its peak: of activations, and of activations and gradients at one time."""
         if self.searched is not None:
-            peaks = peaks_with_gradients(self.searched, self.costs, self._gradients)
+            peaks = peaks_with_gradients(self.searched, self.costs, *self._gradients)
         else:
             peaks = self._peaks_of(self.microbatches)
         found = [
@@ -180,12 +180,16 @@ class PlanCandidate:
         return [(alone, alone + gradients) for (alone, _), gradients in zip(found, whole, strict=True)]
 
     def _peaks_of(self, microbatches: int) -> list[tuple[float, float]]:
-        return _peaks(self.family, self.layout.pp, microbatches, self.stages_per_rank, self.costs, self._gradients)
+        return _peaks(self.family, self.layout.pp, microbatches, self.stages_per_rank, self.costs, *self._gradients)
 
     @property
-    def _gradients(self) -> tuple[float, ...]:
-        """Bytes of the gradients of each stage."""
-        return self._once("gradients", lambda: tuple(map(self.pricing.gradient_bytes, self.stages)))
+    def _gradients(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Bytes of the gradients of each stage, and what a first backward needs beside."""
+        stages = self.stages
+        return self._once(
+            "gradients",
+            lambda: (tuple(map(self.pricing.gradient_bytes, stages)), tuple(each.early for each in stages)),
+        )
 
     @cached_property
     def memory(self) -> tuple[Memory, ...]:
@@ -313,13 +317,20 @@ def _few(ranks: int, microbatches: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _peaks(
-    name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs, gradients: tuple[float, ...]
+    name: str,
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int,
+    costs: Costs,
+    gradients: tuple[float, ...],
+    early: tuple[float, ...],
 ) -> list[tuple[float, float]]:
     """The peak memory of each rank of a family's schedule: of activations, and of these and gradients at one time."""
     counts = _few(ranks, microbatches)
     if not _grows(name):
         counts = counts[:1]
-    found = [peaks_with_gradients(_schedule(name, ranks, count, stages_per_rank), costs, gradients) for count in counts]
+    schedules = [_schedule(name, ranks, count, stages_per_rank) for count in counts]
+    found = [peaks_with_gradients(each, costs, gradients, early) for each in schedules]
     rounds = (microbatches - counts[-1]) / ranks
 
     def further(before: float, last: float) -> float:

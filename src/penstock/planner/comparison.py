@@ -6,13 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.planner.calibration import KINDS, from_run, read_run
+from penstock.planner.calibration import KINDS, RecordedRun, from_run, read_run
 from penstock.planner.cluster import Cluster
 from penstock.planner.fake_model import profile_config
-from penstock.planner.plan import cluster_for
+from penstock.planner.plan import stated_cluster
 from penstock.planner.plans import Plan, Plans
+from penstock.planner.profile import PENSTOCK
 from penstock.planner.ranking import make_plan, rank_plans
 from penstock.planner.text import plan_document, plans_document, ranking_table
+from penstock.planner.writing import priced_settings
+from penstock.rules import is_float
 from penstock.view.figures import percent, table, time_text
 
 
@@ -24,7 +27,8 @@ class Comparison:
     measured: dict[str, float]
     predicted: dict[str, float]
     plans: Plans  # what is best, now that the run is known
-    is_calibrated_by_itself: bool  # no cluster was stated, so the efficiency is that of the run
+    basis: str  # what the prediction is from, in words
+    spread: float  # of the run's steps, as a share: half of the middle 80 %
 
     @property
     def errors(self) -> dict[str, float]:
@@ -37,32 +41,54 @@ class Comparison:
 
 
 def compare_run(path: str | Path, cluster: Cluster | str | Path | None = None) -> Comparison:
-    """Compare a run with its prediction, and plan again with what it has shown."""
-    run = read_run(path)
-    known = cluster_for(cluster, run, run.config)
-    profile = profile_config(run.config, known.software)
+    """Compare a run with its prediction, and plan again with what it has shown.
+
+    The prediction is what the stated cluster says of the run; without one, what was saved with its plan.
+    """
+    run, known = read_run(path), stated_cluster(cluster)
+    profile = profile_config(run.config, PENSTOCK if known is None else known.software)
     calibrated = from_run(run, profile, known)
-    before = calibrated if cluster is None else known
+    before = known or calibrated
     candidate = run.candidate(profile, before)
     plan = make_plan(run.config, candidate, profile, before)
-    measured, predicted = {"step": run.seconds}, {"step": run.predicted_seconds(candidate)}
+    predicted = {**plan.figures, "step": run.predicted_seconds(candidate)}
+    saved, basis = _saved(run)
+    if known is not None:
+        basis = f"predicted on {known.name}"
+        del predicted["process"]  # of another machine, it is not known what libraries take
+    elif saved is not None:
+        predicted = saved
+    measured = {"step": run.seconds}
     if run.timeline is not None:
         measured |= {"makespan": run.timeline.makespan, "idle": run.timeline.bubble}
-        predicted |= {"makespan": candidate.priced[0], "idle": plan.idle}
-    for kind in (*KINDS, "process"):
+    for kind in (*KINDS, "tensors", "process"):
         held = [each[kind] for each in run.memory if each.get(kind) is not None]
-        if held and (kind != "process" or cluster is None):  # of another machine, it is not known what libraries take
-            ranks = [getattr(each, kind) for each in plan.memory]
-            in_threads = run.config.pipeline.workers == "threads"  # all ranks are in one process
-            measured[kind], predicted[kind] = max(held), sum(ranks) if in_threads else max(ranks)
-    return Comparison(plan, measured, predicted, rank_plans(run.config, profile, calibrated), cluster is None)
+        if held:
+            measured[kind] = max(held)
+    measured = {name: value for name, value in measured.items() if name in predicted}
+    return Comparison(plan, measured, predicted, rank_plans(run.config, profile, calibrated), basis, run.spread)
+
+
+def _saved(run: RecordedRun) -> tuple[dict[str, float] | None, str]:
+    """What was predicted when the run was planned, where that was this configuration; and what is compared instead."""
+    itself = "the efficiency is the one that predicts this run's own step, whose error says nothing"
+    saved = dict(run.config.prediction)
+    if not saved:
+        return None, f"no prediction was saved with this configuration and no --cluster is stated: {itself}"
+    is_of_this = saved.pop("of", None) == priced_settings(run.config)
+    if not is_of_this or "step" not in saved or not all(map(is_float, saved.values())):
+        return None, f"the prediction that was saved is not of this configuration: {itself}"
+    return saved, "predicted when it was planned"
 
 
 def comparison_document(found: Comparison) -> dict[str, Any]:
     """A comparison for a program."""
     return {
-        "predicted": plan_document(found.plan),
+        "plan": plan_document(found.plan),
+        "predicted": found.predicted,
         "measured": found.measured,
+        "basis": found.basis,
+        "spread": found.spread,
         "errors": found.errors,
         "next": plans_document(found.plans),
     }
@@ -76,11 +102,9 @@ def comparison_text(found: Comparison) -> str:
         error = _error_text(name, errors[name]) if name in errors else ""
         rows.append((name, _figure(name, found.predicted[name]), _figure(name, value), error))
     worst = max(errors, key=lambda name: abs(errors[name]))
-    lines = [table(rows, left=[0]), "", f"furthest off: {worst}, by {_error_text(worst, errors[worst])}"]
-    if found.is_calibrated_by_itself:
-        lines.append(
-            "without --cluster, the efficiency is the one that predicts this run's own step: its error says nothing"
-        )
+    spread = f"the run's own steps differ by {found.spread:.0%} from their median"
+    furthest = f"furthest off: {worst}, by {_error_text(worst, errors[worst])}"
+    lines = [table(rows, left=[0]), "", found.basis, spread, furthest]
     if not found.plans.ranked:
         return "\n".join([*lines, "", "no plan fits"])
     efficiency = found.plans.cluster.device.efficiency

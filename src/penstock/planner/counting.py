@@ -144,7 +144,8 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for each in outputs:
                 self.part.traffic.add(_bytes(each), divided)
         for each in outputs:
-            self._keep(each, divided)
+            if key_of(each) not in before:  # or it is a view, or a gradient that was added to
+                self._keep(each, divided)
 
     def _product(
         self, parameter: int, style: str | None, flops: float, inputs: list[Tensor], output: Tensor, divided: bool

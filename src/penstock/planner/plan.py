@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import UsageError
-from penstock.planner.calibration import RecordedRun, cluster_of, from_run, read_run
+from penstock.planner.calibration import from_run, read_run
 from penstock.planner.candidates import PlanCandidate, default_families
 from penstock.planner.cluster import Cluster
 from penstock.planner.fake_model import IN_MEMORY, profile_config, profile_module
-from penstock.planner.here import MeasuredPricing, available_memory, measure, settings_of, this_machine
+from penstock.planner.here import MeasuredPricing, measure, settings_of, this_machine
 from penstock.planner.layout import MeshLayout
 from penstock.planner.plans import Plans
 from penstock.planner.profile import PENSTOCK
@@ -26,7 +26,6 @@ from penstock.schedule import family
 from penstock.train.config.read import checked, load_config
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.account import optimizer_states
-from penstock.train.run.flops import peak_flops
 
 FEW_ROWS = 3  # sizes of microbatches that are measured here, per layout
 HERE_PER_RANK = (1, 2)
@@ -91,9 +90,11 @@ def plan(
     if cluster is None and run is None:
         return _plan_here(config, space, among, devices)
     recorded = None if run is None else read_run(run)
-    known = cluster_for(cluster, recorded, config)
+    known = stated_cluster(cluster)
     if recorded is not None:
-        known = from_run(recorded, profile_config(recorded.config, known.software), known)
+        software = PENSTOCK if known is None else known.software
+        known = from_run(recorded, profile_config(recorded.config, software), known)
+    assert known is not None
     if is_named:
         profile = profile_config(config, known.software)
     else:
@@ -158,15 +159,9 @@ def config_for(
     return replace(config, **{table: replace(getattr(config, table), **keys) for table, keys in document.items()})
 
 
-def cluster_for(cluster: Cluster | str | Path | None, run: RecordedRun | None, config: TrainConfig) -> Cluster:
-    """The cluster that is stated; without one, where the run was."""
-    if isinstance(cluster, Cluster):
-        return cluster
-    if cluster is not None:
-        return Cluster.load(cluster)
-    assert run is not None
-    peak = peak_flops(config)
-    return cluster_of(run, available_memory(), 4 * peak[0] if peak else 1e12)  # a peak that no run exceeds
+def stated_cluster(cluster: Cluster | str | Path | None) -> Cluster | None:
+    """The cluster itself, or the one of a file."""
+    return cluster if cluster is None or isinstance(cluster, Cluster) else Cluster.load(cluster)
 
 
 def _plan_here(

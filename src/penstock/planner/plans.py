@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 from penstock.errors import UsageError
@@ -62,6 +62,15 @@ class Plan:
     def peak(self) -> Memory:
         """The memory of the fullest rank."""
         return max(self.memory, key=lambda each: each.process)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What a run can be compared with, by name: seconds, the idle share, bytes of the fullest process by kind."""
+        after = self.shares["reduction"] + self.shares["update"]
+        rows = [asdict(each) for each in self.memory]
+        in_threads = self.config.pipeline.workers == "threads"  # all ranks are in one process
+        most = {kind: (sum if in_threads else max)(row[kind] for row in rows) for kind in rows[0]}
+        return {"step": self.seconds, "makespan": self.seconds - after, "idle": self.idle, **most}
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -23,6 +23,7 @@ from penstock.planner.cluster import Cluster
 from penstock.planner.counting import OperationCounts
 from penstock.planner.layout import MeshLayout, all_reduce, gather
 from penstock.planner.profile import Profile, Unit
+from penstock.runtime.backward.deferred_weights import BYTES_PER_PASS
 from penstock.schedule import Costs
 from penstock.train.run.account import exchanged_bytes, rank_memory
 from penstock.train.run.memory import Memory
@@ -46,6 +47,7 @@ class StageCosts:
     kept: float  # bytes from the forward to the backward where it recomputes
     burst: float  # and those that recomputing then makes
     extra: float  # bytes that computing needs for a moment, beside those
+    early: float  # and of these, what only a first backward needs, because gradients come while activations go
     output: float  # bytes that it sends
     numbers: float  # parameters
     trained: float
@@ -155,8 +157,8 @@ class Pricing:
         size = (len(layers) - 1 + 2 * spared) // stages
         return tuple(layers[size * stage - spared] for stage in range(1, stages))
 
-    def stage(self, begin: int, end: int) -> StageCosts:
-        """The costs of a stage of units `begin` to `end - 1`."""
+    def stage(self, begin: int, end: int, split: bool = False) -> StageCosts:
+        """The costs of a stage of units `begin` to `end - 1`; `split`: with backwards as I and W."""
         tp, divides = self.layout.tp, self.cluster.software.sequence_parallel and self.layout.tp > 1
         units = self.units[begin:end]
         forward, backward, weight = (sum(each) for each in zip(*self.seconds[begin:end], strict=True))
@@ -170,10 +172,7 @@ class Pricing:
             saved += unit.saved.at(tp, divides)
         saved = max(0.0, saved - output)
         extra = max(0.0, extra - saved)
-        live = 0.0
-        for unit in reversed(units):  # what a backward adds is above what is still alive
-            extra = max(extra, output + unit.fall.at(tp, divides) - live)
-            live += unit.saved.at(tp, divides)
+        extra, early = self._backward_peaks(units, output, extra, split)
         held = sum(unit.forward.deferred.at(tp, divides) for unit in units)
         again, kept, burst = forward, taken, saved
         if self.cluster.software.name == "megatron":  # which recomputes layer by layer, and not what is around them
@@ -194,11 +193,27 @@ class Pricing:
             kept,
             burst,
             extra,
+            early,
             output,
             sum(unit.parameters.at(tp) for unit in units),
             sum(unit.trained.at(tp) for unit in units),
             sum(unit.forward.copies.at(tp) for unit in units),
         )
+
+    def _backward_peaks(self, units: Sequence[Unit], output: float, extra: float, split: bool) -> tuple[float, float]:
+        """Bytes above what there was when a backward began: in any (`extra` or more), and what a first one adds."""
+        tp, divides = self.layout.tp, self.cluster.software.sequence_parallel and self.layout.tp > 1
+        gone = made = freed = first = 0.0  # by I or B; gradients and activations where these are made
+        for unit in reversed(units):
+            saved, needed = unit.saved.at(tp, divides), output + unit.fall.at(tp, divides)
+            deferred = unit.forward.deferred.at(tp, divides) if split else 0.0
+            gradients = unit.trained.at(tp) * self._element.gradient
+            extra = max(extra, needed - gone)
+            if split:  # W has several gradients at once where they are small
+                extra = max(extra, gradients + min(made, BYTES_PER_PASS) - freed)
+            first = max(first, made + (gradients if split else needed) - freed)
+            gone, made, freed = gone + saved - deferred, made + gradients, freed + (deferred if split else saved)
+        return extra, max(0.0, first - extra)
 
     def _by_layer(self, begin: int, end: int, divides: bool) -> tuple[float, float]:
         """Bytes kept where each layer recomputes by itself: inputs of layers and all of the rest; and of one layer."""
@@ -231,16 +246,16 @@ class Pricing:
         return found
 
     def _find_stages(self, cuts: tuple[int, ...], split: bool) -> list[StageCosts]:
-        return self._noted(("stages", cuts), lambda: self._count_stages(cuts))
+        return self._noted(("stages", cuts, split), lambda: self._count_stages(cuts, split))
 
-    def _count_stages(self, cuts: tuple[int, ...]) -> list[StageCosts]:
+    def _count_stages(self, cuts: tuple[int, ...], split: bool) -> list[StageCosts]:
         known: dict[tuple[object, ...], StageCosts] = self._noted("known", dict)
         found = []
         for begin, end in pairwise([0, *cuts, len(self.units)]):
             kinds = [id(unit.forward) for unit in self.units[max(0, begin - 1) : end]]
-            key = (begin == 0, end == len(self.units), *kinds)
+            key = (split, begin == 0, end == len(self.units), *kinds)
             if key not in known:
-                known[key] = self.stage(begin, end)
+                known[key] = self.stage(begin, end, split)
             found.append(known[key])
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -85,9 +86,20 @@ def write_plan(plan: Plan, path: Path) -> Path:
     if not path.parent.is_dir():
         raise UsageError(f"there is no folder {path.parent} to write {path.name} into")
     plan.schedule.save(schedule)
+    config = replace(config, prediction={"of": priced_settings(config), **plan.figures})
     title = f"# {plan.layout}, {plan.family}: {plan.seconds:.4g} s per step predicted, within {plan.error:.0%}\n"
     path.write_text(title + "\n" + to_toml(config), encoding="utf-8")
     return schedule
+
+
+def priced_settings(config: TrainConfig) -> str:
+    """A mark of all settings that a price depends on: a prediction holds while it stays the same."""
+    document = to_document(config)
+    chosen = {name: document[name] for name in ("lora", "pipeline", "mesh")}
+    keys = {"model": ("source", "options", "dtype"), "data": ("batch", "sequence"), "optimizer": ("name", "momentum")}
+    for name, some in {**keys, "training": ("accumulate",)}.items():
+        chosen[name] = {key: document[name][key] for key in some}
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def to_toml(config: TrainConfig) -> str:

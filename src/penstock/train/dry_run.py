@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -32,8 +32,8 @@ from penstock.train.data.row_batches import RowBatches
 from penstock.train.data.vocabulary import check_vocabulary, position_warning
 from penstock.train.models.huggingface import left_out, tensor_plan_of
 from penstock.train.run.account import exchanged_bytes, optimizer_states, rank_memory
-from penstock.train.run.activations import measure_activations
-from penstock.train.run.allocations import bytes_of
+from penstock.train.run.activations import measure_peaks
+from penstock.train.run.allocations import StepPeaks, bytes_of
 from penstock.train.run.baseline import code_of, process_bytes
 from penstock.train.run.memory import COUNTED, Memory, memory_table
 from penstock.train.updates.ema import averaged_as
@@ -88,12 +88,12 @@ def make_plan(config: TrainConfig) -> DryRun:
         schedule, split = pipe.schedule, pipe.deployment.staged
         counts = list(split.balance) if split.cuts else None
         largest = _second_step(config, data)
-        activations = None if stages is None else measure_activations(config, schedule, counts, largest, _zeros)
+        peaks = None if stages is None else measure_peaks(config, schedule, counts, largest, _zeros)
         timeline = simulate(schedule)
         if stages is not None:
             times = [sum(weight.milliseconds for weight in weights) / 3 for weights in stages]
             timeline = simulate(schedule, Costs(forward=times, input=times, weight=times))
-        memory = _memory(config, pipe, activations)
+        memory = _memory(config, pipe, peaks)
         notes = tuple(memory_notes(config, data, largest))
         words = "\n".join(filter(None, [data.words, position_warning(model, data)]))
         return DryRun(f"{table}\n\n{how}", words, schedule, timeline, stages is not None, memory, notes)
@@ -133,7 +133,7 @@ def _zeros(name: str, tensor: Tensor) -> None:
     tensor.zero_()
 
 
-def _memory(config: TrainConfig, pipe: Pipeline, activations: list[float] | None) -> tuple[Memory, ...]:
+def _memory(config: TrainConfig, pipe: Pipeline, peaks: list[StepPeaks] | None) -> tuple[Memory, ...]:
     """By rank of one pipeline, the others being alike; ranks that are threads of one process are one row."""
     placement, ranks = pipe.schedule.placement, pipe.schedule.ranks
     divided = _divided(config, pipe)
@@ -146,11 +146,13 @@ def _memory(config: TrainConfig, pipe: Pipeline, activations: list[float] | None
         state = trained * optimizer_states(config) + (0.0 if config.training.ema is None else average)
         sharded = config.mesh.replicate == "fsdp"
         exchanged = exchanged_bytes(weights, trained, config.mesh.replicas, sharded)
-        active = None if activations is None else activations[rank] + exchanged
+        active = together = None
+        if peaks is not None:
+            active, together = peaks[rank].activations + exchanged, peaks[rank].with_gradients + exchanged
         copy = 0.0
         if config.checkpoint.async_save:
             copy = (trained if left_out(config) else weights) + state
-        rows.append(rank_memory(weights, trained, state, active, alone=0.0, copy=copy))
+        rows.append(rank_memory(weights, trained, state, active, alone=0.0, copy=copy, together=together))
     if config.pipeline.workers == "threads":
         rows = [_together(rows)]
     return tuple(replace(row, process=base + row.process) for row in rows)
@@ -164,11 +166,8 @@ def _code_of(pipe: Pipeline) -> list[str]:
 
 def _together(rows: list[Memory]) -> Memory:
     """What several ranks in one process hold, at most."""
-    active = None if rows[0].activations is None else sum(row.activations or 0.0 for row in rows)
-    weights, gradients, state, process = (
-        sum(getattr(row, kind) for row in rows) for kind in ("weights", "gradients", "optimizer", "process")
-    )
-    return Memory(weights, gradients, state, active, process)
+    columns = zip(*map(astuple, rows), strict=True)
+    return Memory(*(None if None in column else sum(column) for column in columns))  # type: ignore[arg-type]
 
 
 def _weights(own: list[Holding], config: TrainConfig, divided: set[str]) -> tuple[float, float, float]:

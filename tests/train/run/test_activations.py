@@ -7,24 +7,34 @@ import torch
 from penstock.schedule import Action, Op, Schedule
 from penstock.train.config.read import load_config
 from penstock.train.data.batch import DataBatch
-from penstock.train.run.activations import _Compute, _kinds, _Measured, _most, _Way, largest_microbatch
+from penstock.train.run.activations import _Compute, _kinds, _Measured, _peaks, _Way, largest_microbatch
+from penstock.train.run.allocations import StepPeaks
 
-PLAIN = _Measured(
-    {
-        (Op.F, 0): _Compute(30, 35),
-        (Op.B, 0): _Compute(-30, 8),
-        (Op.F, 1): _Compute(20, 21),
-        (Op.B, 1): _Compute(-16, 9),
-        (Op.I, 1): _Compute(-6, 9),
-        (Op.W, 1): _Compute(-14, 2),
-    },
-    {(0, 1): 4},  # what stage 0 sends to stage 1
-)
+USUAL = {
+    (Op.F, 0): _Compute(30, 35),
+    (Op.B, 0): _Compute(-30, 8),
+    (Op.F, 1): _Compute(20, 21),
+    (Op.B, 1): _Compute(-16, 9),
+    (Op.I, 1): _Compute(-6, 9),
+    (Op.W, 1): _Compute(-14, 2),
+}
+FIRSTS = {  # stage 0 has gradients of 7, stage 1 of 5, of which 1 comes with I
+    **USUAL,
+    (Op.B, 0): _Compute(-23, 10),
+    (Op.B, 1): _Compute(-11, 9),
+    (Op.I, 1): _Compute(-5, 10),
+    (Op.W, 1): _Compute(-10, 3),
+}
+PLAIN = _Measured(USUAL, {(0, 1): 4}, FIRSTS)  # stage 0 sends 4 to stage 1
 
 
-def most(row: str) -> int:
+def peaks(row: str, passes: int = 1) -> StepPeaks:
     actions = [Action.parse(text) for text in row.split()]
-    return _most(actions, {(stage, number): PLAIN for stage in (0, 1) for number in (0, 1)})
+    return _peaks(actions, {(stage, number): PLAIN for stage in (0, 1) for number in (0, 1)}, passes)
+
+
+def most(row: str) -> float:
+    return peaks(row).activations
 
 
 def test_a_stage_holds_what_arrived_and_not_what_it_sent() -> None:
@@ -37,6 +47,17 @@ def test_a_stage_holds_what_arrived_and_not_what_it_sent() -> None:
 def test_what_an_input_backward_leaves_is_held_until_the_weights() -> None:
     left = 24 - 6 - 4  # of the forward, without the gradient that is sent back
     assert most("1F0 1I0 1F1 1I1 1W0 1W1") == left + 24 + 9
+
+
+def test_gradients_are_held_from_the_first_backward_on() -> None:
+    """A dry run took the sum of both peaks, though gpipe has its gradients only when its activations go."""
+    assert peaks("0F0 0F1 0B0 0B1") == StepPeaks(64, 26 + 26 + 4 + 10)  # both are held while the first ones are made
+    assert peaks("0F0 0B0 0F1 0B1") == StepPeaks(38, 26 + 4 + 8 + 7)  # the second microbatch finds them
+    assert peaks("1F0 1I0 1W0 1F1 1I1 1W1") == StepPeaks(24 + 9, 24 + 9 + 1 + 4)
+
+
+def test_passes_that_accumulate_find_the_gradients_of_the_ones_before() -> None:
+    assert peaks("0F0 0F1 0B0 0B1", passes=2) == peaks("0F0 0F1 0B0 0B1", passes=3) == StepPeaks(64, 64 + 7)
 
 
 def test_each_microbatch_is_run_as_the_schedule_says() -> None:

@@ -6,7 +6,7 @@ import torch
 
 import penstock
 from penstock.schedule import Action
-from penstock.train.run.allocations import Allocations, Arrivals, most_at_once
+from penstock.train.run.allocations import STAYS, Allocations, Arrivals, counted_step, most_at_once
 
 BYTES = 4 * 1000
 
@@ -19,8 +19,9 @@ def test_every_block_is_seen_however_short_it_lives() -> None:
         after = torch.empty(2000)
         del after
     assert memory.changes[0].nbytes == BYTES
-    assert sorted(size for _, _, size in memory.passing()) == [2 * BYTES, *[3 * BYTES] * 50]  # what stays is left out
-    assert most_at_once(memory.passing()) == 3 * BYTES
+    passing = [block for block in memory.blocks() if block[1] < STAYS]
+    assert sorted(size for _, _, size in passing) == [2 * BYTES, *[3 * BYTES] * 50]  # what stays is left out
+    assert (most_at_once(passing), most_at_once(memory.blocks())) == (3 * BYTES, 4 * BYTES)
     assert memory.within(memory.changes[0].when, memory.changes[-1].when + 1) == (BYTES, 4 * BYTES)
     assert kept.numel() == 1000
 
@@ -55,3 +56,17 @@ def test_a_pass_says_when_its_computes_ran_and_what_had_arrived_for_them() -> No
         begin, end = only_last[Action.parse("1F0")][0], only_last[Action.parse("1B0")][1]
         assert (begin, end, message) in list(arrivals.spans(only_last))  # kept until the backward has ended
         assert not pipe.deployment.ranks.executors[0].handlers
+
+
+def test_gradients_that_a_step_makes_are_counted_with_what_there_is_at_that_time() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1000, 1, bias=False))
+    with penstock.Pipeline(model, stages=1, ranks=1, microbatches=2, loss_fn=torch.nn.MSELoss()) as pipe:
+        x, y = torch.randn(2, 1000), torch.randn(2, 1)
+        pipe.step(x, target=y)
+        with counted_step(pipe) as adding:
+            pipe.step(x, target=y)
+        pipe.zero_grad()
+        with counted_step(pipe) as making:
+            pipe.step(x, target=y)
+        assert making.with_gradients == adding.with_gradients + BYTES
+        assert making.activations == adding.activations

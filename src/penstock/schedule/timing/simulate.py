@@ -215,15 +215,21 @@ class _Arrivals:
 
 def peak_memory(schedule: Schedule, costs: Costs, columns: Columns | None = None) -> tuple[float, ...]:
     """The most memory that each rank holds: the order of its actions says it, whatever they take."""
-    return tuple(alone for alone, _ in peaks_with_gradients(schedule, costs, [0.0] * schedule.stages, columns))
+    none = [0.0] * schedule.stages
+    return tuple(alone for alone, _ in peaks_with_gradients(schedule, costs, none, none, columns))
 
 
 def peaks_with_gradients(
-    schedule: Schedule, costs: Costs, gradients: Sequence[float], columns: Columns | None = None
+    schedule: Schedule,
+    costs: Costs,
+    gradients: Sequence[float],
+    early: Sequence[float],
+    columns: Columns | None = None,
 ) -> list[tuple[float, float]]:
     """The most memory that each rank holds: of activations alone, and together with the gradients that are there.
 
-    The gradients of a stage, `gradients` by stage, are there from the end of its first `B` or `W` on.
+    The gradients of a stage, `gradients` by stage, are there from the end of its first `B` or `W` on; while that runs,
+    they need `early` more than later ones.
     """
     import numpy as np
 
@@ -237,12 +243,12 @@ def peaks_with_gradients(
         room, change = by_op[columns.op[part], columns.stage[part]].T * scale[columns.microbatch[part]]
         before = np.zeros(last - first) if schedule.forward_only else np.concatenate(([0.0], np.cumsum(change)[:-1]))
         held = before + room
-        grown = np.zeros(last - first)
+        grown, during = np.zeros((2, last - first))
         ends = np.flatnonzero((columns.op[part] == Op.B) | (columns.op[part] == Op.W))
         stages, firsts = np.unique(columns.stage[part][ends], return_index=True)
-        grown[ends[firsts]] = np.asarray(gradients)[stages]
+        grown[ends[firsts]], during[ends[firsts]] = np.asarray(gradients)[stages], np.asarray(early)[stages]
         there = np.cumsum(grown)
-        together = max(float((held + there - grown).max()), float(there[-1]))
+        together = max(float((held + there - grown + during).max()), float(there[-1]))
         found.append((max(0.0, float(held.max())), together))
     return found
 

@@ -282,6 +282,9 @@ class TrainConfig:
 
     output: str = key("runs/gpt", "the folder of the run: checkpoints, metrics, timeline, logs")
     seed: int = key(0, "of weights, batches and dropout", least=0)
+    prediction: dict[str, Any] = key(
+        {}, "what penstock plan has predicted of this configuration; penstock plan --check compares the run with it"
+    )
     model: TrainedModel = field(default_factory=TrainedModel)
     lora: Lora = field(default_factory=Lora)
     data: Data = field(default_factory=Data)

@@ -39,5 +39,6 @@ def rank_memory(
     with the first backwards, when a rank may hold fewer activations already.
     """
     passing = gradients + (activations or 0.0) if together is None else together
-    process = alone + weights + passing + optimizer + copy
-    return Memory(weights, gradients, optimizer, activations, process)
+    tensors = weights + optimizer + passing
+    known = None if activations is None else tensors
+    return Memory(weights, gradients, optimizer, activations, known, alone + tensors + copy)

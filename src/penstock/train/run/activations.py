@@ -1,8 +1,9 @@
-"""What one pass takes in memory on each rank of a pipeline, beside weights and gradients, found out without that pass.
+"""What the passes of a step take in memory on each rank of a pipeline, beside weights, found out without these passes.
 
-One microbatch is run through all stages, on one rank here, and what each compute allocates and frees is counted. Then
-each rank's actions are gone through in the order of the schedule: a forward keeps something until its backward has
-ended, and while an action computes it needs more for a moment.
+One microbatch is run through all stages, on one rank here, and what each compute allocates and frees is counted: once
+where gradients are made, and once where they are added to. Then each rank's actions are gone through in the order of
+the schedule: a forward keeps something until its backward has ended, a first backward leaves gradients, and while an
+action computes it needs more for a moment.
 
 Between processes a stage holds what it was sent, and not what it has sent away; on one rank both are one tensor. So
 what arrives is counted with the stage that it arrives at.
@@ -25,9 +26,9 @@ from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatch
 from penstock.train.data.layouts import split_of
 from penstock.train.loss import shares_of
-from penstock.train.run.allocations import COMPUTES, Allocations, Arrivals
+from penstock.train.run.allocations import COMPUTES, Allocations, Arrivals, StepPeaks
 
-PASSES = 3  # the first is not counted: in it, gradients are made, and a stage learns what its `W` can defer
+PASSES = 3  # of which the last is counted: in the first, a stage learns what its `W` can defer
 
 
 class _Way(NamedTuple):
@@ -45,15 +46,16 @@ class _Compute(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """One microbatch of a kind: its computes, and its messages by maker and taker."""
+    """One microbatch of a kind: its computes by op and stage, and its messages by maker and taker."""
 
     computes: dict[tuple[Op, int], _Compute]
     messages: dict[tuple[int, int], int]
+    firsts: dict[tuple[Op, int], _Compute]  # the computes where there are no gradients yet
 
 
-def measure_activations(
+def measure_peaks(
     config: TrainConfig, schedule: Schedule, balance: Any, batch: DataBatch, values: Init
-) -> list[float] | None:
+) -> list[StepPeaks] | None:
     """The most bytes on each rank of `schedule`, whose stages are cut by `balance`; None while somebody profiles."""
     if not Allocations.can_count():
         return None
@@ -62,7 +64,7 @@ def measure_activations(
         kind: _measure(config, schedule.stages, kind, balance, batch, values) for kind in sorted(set(kinds.values()))
     }
     ways = {place: found[kind] for place, kind in kinds.items()}
-    return [float(_most(row, ways)) for row in schedule.rows]
+    return [_peaks(row, ways, config.training.accumulate) for row in schedule.rows]
 
 
 def _computes(row: Sequence[Action | None]) -> Iterator[Action]:
@@ -124,36 +126,46 @@ def largest_microbatch(config: TrainConfig, batch: DataBatch) -> DataBatch:
 def _run(pipe: Pipeline, batch: DataBatch) -> _Measured:
     (share,) = shares_of(pipe.loss_fn, [batch.target])
     arrivals = Arrivals(pipe)
-    with arrivals, Allocations() as memory:
-        for _ in range(PASSES):
-            pipe.step(*batch.args, target=batch.target, loss_kwargs=share, **batch.kwargs)
-    computes = {
-        (action.op, action.stage): _Compute(*memory.within(begin, end))
-        for action, (begin, end) in memory.actions.items()
-    }
+
+    def computes(passes: int) -> dict[tuple[Op, int], _Compute]:
+        with arrivals, Allocations() as memory:
+            for _ in range(passes):
+                pipe.step(*batch.args, target=batch.target, loss_kwargs=share, **batch.kwargs)
+        return {
+            (action.op, action.stage): _Compute(*memory.within(begin, end))
+            for action, (begin, end) in memory.actions.items()
+        }
+
+    usual = computes(PASSES)
+    pipe.zero_grad()
+    firsts = computes(1)
     messages = {(maker, action.stage): size for (action, maker), size in arrivals.sizes.items() if action.op is Op.F}
-    return _Measured(computes, messages)
+    return _Measured(usual, messages, firsts)
 
 
-def _most(row: Sequence[Action | None], ways: dict[tuple[int, int], _Measured]) -> int:
-    """The most that a rank holds while it goes through its actions."""
-    held = peak = 0
+def _peaks(row: Sequence[Action | None], ways: dict[tuple[int, int], _Measured], passes: int = 1) -> StepPeaks:
+    """The most that a rank holds while it goes through its actions, in as many passes that add up their gradients."""
+    held = alone = together = gradients = 0
     kept: dict[tuple[int, int], int] = {}
-    for action in _computes(row):
-        stage, place = action.stage, (action.stage, action.microbatch)
-        computes, messages = ways[place]
-        change, rise = computes[action.op, stage]
+    made: set[tuple[Op, int]] = set()  # computes that find gradients to add to
+    for action in [each for _ in range(min(passes, 2)) for each in _computes(row)]:
+        op, stage, place = action.op, action.stage, (action.stage, action.microbatch)
+        computes, messages, firsts = ways[place]
+        change, rise = computes[op, stage]
         arrives = sum(size for (_, taker), size in messages.items() if taker == stage)
         sent = sum(size for (maker, _), size in messages.items() if maker == stage)
         before = kept.get(place, 0)
-        if action.op is Op.F:
-            peak = max(peak, held + arrives + rise)
-            kept[place] = max(0, change - sent + arrives)
-        elif action.op is Op.I:
-            peak = max(peak, held + sent + rise)
-            kept[place] = max(0, before + change - arrives)
+        if op is Op.F:
+            new, kept[place] = arrives, max(0, change - sent + arrives)
+        elif op is Op.I:
+            new, kept[place] = sent, max(0, before + change - arrives)
         else:
-            peak = max(peak, held + (sent if action.op is Op.B else 0) + rise)
-            kept[place] = 0
+            new, kept[place] = sent if op is Op.B else 0, 0
+        first = (computes if op is Op.F or (op, stage) in made else firsts)[op, stage]
+        alone = max(alone, held + new + rise)
+        together = max(together, held + gradients + new + first.rise)
+        gradients += first.change - change
         held += kept[place] - before
-    return peak
+        if op is not Op.F:
+            made |= {(each, stage) for each in ((op,) if op is Op.I else (Op.B, Op.I, Op.W))}
+    return StepPeaks(float(alone), float(together))

@@ -11,7 +11,10 @@ the computes see how much of it there is (`Arrivals`).
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 QUIET = "99"  # a level of messages above all that the profiler has
 LABEL = "penstock "  # of actions, by the executor, while somebody profiles
 COMPUTES = (Op.F, Op.B, Op.I, Op.W)
+STAYS = sys.maxsize  # later than any moment
 
 
 class BlockChange(NamedTuple):
@@ -78,14 +82,15 @@ class Allocations:
         inside = [change.nbytes for change in self.changes if begin <= change.when < end]
         return sum(inside), max(accumulate(inside, initial=0))
 
-    def passing(self) -> Iterator[tuple[int, int, int]]:
-        """The blocks that came and went: (when it came, when it went, bytes). What stays, gradients, is left out."""
+    def blocks(self) -> Iterator[tuple[int, int, int]]:
+        """All blocks: (when it came, when it went, bytes). What stays, as gradients do, goes at `STAYS`."""
         there: dict[int, BlockChange] = {}
         for change in self.changes:
             if change.nbytes > 0:
                 there[change.address] = change
             elif (began := there.pop(change.address, None)) is not None:
                 yield began.when, change.when, began.nbytes
+        yield from ((each.when, STAYS, each.nbytes) for each in there.values())
 
 
 def _own(changes: Iterable[BlockChange]) -> Iterator[BlockChange]:
@@ -146,6 +151,25 @@ class Arrivals:
                 later = (Action(action.stage, op, action.microbatch) for op in COMPUTES)
                 end = max(times[other][1] for other in later if other in times)
             yield begin, end, size
+
+
+@dataclass
+class StepPeaks:
+    """The most bytes of tensors that come in a step, at one moment."""
+
+    activations: float = 0.0  # of those that are gone at its end
+    with_gradients: float = 0.0  # of all
+
+
+@contextmanager
+def counted_step(pipe: Pipeline) -> Iterator[StepPeaks]:
+    """Count what the one rank of this process holds in the step inside the `with` block; known at the block's end."""
+    found = StepPeaks()
+    with Arrivals(pipe) as arrivals, Allocations() as allocations:
+        yield found
+    every = [*allocations.blocks(), *arrivals.spans(allocations.actions)]
+    found.activations = float(most_at_once(block for block in every if block[1] < STAYS))
+    found.with_gradients = float(most_at_once(every))
 
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:

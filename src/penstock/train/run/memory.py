@@ -2,8 +2,9 @@
 
 The first three are counted on the tensors themselves. Activations live within the passes of a step: what comes and goes
 in them, the messages of other ranks included, is activations and what computing needs, and the most at any moment is
-counted (`allocations`). A dry run predicts the same number (`activations`). Ranks that are threads of one process take
-turns as the system likes, so there is no such number for them.
+counted (`allocations`). Gradients come while activations go, so the most of all tensors may be less than the sum of the
+kinds; it is counted as well. A dry run predicts the same numbers (`activations`). Ranks that are threads of one process
+take turns as the system likes, so there are no such numbers for them.
 The process is what the system says is resident: Python and torch alone are some hundred megabytes of it.
 """
 
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from penstock.train.run.allocations import Allocations, Arrivals, bytes_of, most_at_once
+from penstock.train.run.allocations import Allocations, StepPeaks, bytes_of, counted_step
 from penstock.train.run.progress import memory_now
 from penstock.view.figures import table
 
@@ -37,6 +38,7 @@ class Memory:
     gradients: float
     optimizer: float  # its state, and the average of the weights where one is kept
     activations: float | None  # None where they could not be measured, or a run had no second step
+    tensors: float | None  # the most of all these at one time; None as above
     process: float
 
 
@@ -70,7 +72,7 @@ class MemoryWatch:
         self._steps = 0
         self._passes = ExitStack()
         self._gradients = 0
-        self._activations: float | None = None
+        self._peaks: StepPeaks | None = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -78,15 +80,8 @@ class MemoryWatch:
         self._steps += 1
         with self._passes:
             if self._steps == COUNTED and self._is_one_rank and Allocations.can_count():
-                self._passes.enter_context(self._count())
+                self._peaks = self._passes.enter_context(counted_step(self._pipe))
             yield
-
-    @contextmanager
-    def _count(self) -> Iterator[None]:
-        """See what comes and goes in the passes of a step."""
-        with Arrivals(self._pipe) as arrivals, Allocations() as allocations:
-            yield
-        self._activations = float(most_at_once([*allocations.passing(), *arrivals.spans(allocations.actions)]))
 
     def see_gradients(self) -> None:
         """In a step, when all gradients are there."""
@@ -98,13 +93,12 @@ class MemoryWatch:
         state = [value for each in self._optimizer.state.values() for value in each.values()]
         state += [] if self._average is None else self._average.tensors.values()
         own = [tensor for holding in self._pipe.deployment.holdings() for tensor in _tensors(holding.module)]
-        return Memory(
-            bytes_of(own),
-            self._gradients,
-            bytes_of(value for value in state if isinstance(value, Tensor)),
-            self._activations,
-            memory_now(),
-        )
+        weights = bytes_of(own)
+        kept = bytes_of(value for value in state if isinstance(value, Tensor))
+        peaks = self._peaks
+        active, together = (None, None) if peaks is None else (peaks.activations, peaks.with_gradients)
+        tensors = None if together is None else weights + kept + together
+        return Memory(weights, self._gradients, kept, active, tensors, memory_now())
 
 
 def _tensors(module: Any) -> list[Tensor]:

@@ -4,7 +4,7 @@
 #   make compare    set up if needed, then draw and price every schedule side by side
 #   make test       set up if needed, then lint, types and the fast tests
 #   make test-slow  the long tests
-#   make test-all   both, and every case where they run a part of many: half an hour
+#   make test-all   both, and every case where they run a part of many: longer than both together
 #   make docs       the documentation as a site, in build/site; a broken link fails
 #
 # The first call makes .venv; later ones reuse it until pyproject.toml or constraints.txt change.

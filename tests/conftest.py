@@ -30,7 +30,7 @@ settings.load_profile("penstock")
 
 @pytest.hookimpl(trylast=True)  # of the tests that are left
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with a test that states a timeout of minutes come first: at the end, the other workers would wait for it."""
+    """Files with a test that states a timeout of minutes come first: at the end, other workers would wait for them."""
     marks = [(item.path, item.get_closest_marker("timeout")) for item in items]
     long = {path for path, mark in marks if mark is not None and mark.args[0] >= MINUTES}
     items.sort(key=lambda item: item.path not in long)

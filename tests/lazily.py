@@ -7,7 +7,7 @@ from typing import Any
 
 
 class _Helper:
-    """Stands for a module. pytest asks whatever it collects for its class, which would load a lazy module of Python's."""
+    """Stands for a module. pytest asks all that it collects for its class: importlib's lazy modules would load then."""
 
     def __init__(self, name: str) -> None:
         self._name = name

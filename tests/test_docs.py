@@ -258,3 +258,30 @@ def test_a_command_must_exit_as_stated(comment: str, passes: bool, tmp_path: Pat
     else:
         with pytest.raises(pytest.fail.Exception, match="exited with 7"):
             page.run_all()
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit('no')", 1, "no\n"),
+        ("os.kill(os.getpid(), 9)", 137, ""),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+    ],
+)
+def test_a_warm_command_has_its_own_folder_environment_and_end(end: str, code: int, said: str, tmp_path: Path) -> None:
+    tells = "print(os.getcwd(), os.environ['MINE'], sys.argv, __name__, flush=True)"
+    (tmp_path / "mine.py").write_text(f"import os, sys\n{tells}\n{end}\n")
+    ran = subprocess.run(
+        [warm_commands() / "python", "mine.py", "a b"],
+        cwd=tmp_path,
+        env={**os.environ, "MINE": end},
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_SECONDS,
+    )
+    assert ran.returncode == code
+    assert ran.stdout == f"{tmp_path} {end} ['mine.py', 'a b'] __main__\n"
+    assert ran.stderr.endswith(said)
+    assert bool(ran.stderr) == bool(said)

@@ -4,7 +4,7 @@
 #   make compare    set up if needed, then draw and price every schedule side by side
 #   make test       set up if needed, then lint, types and the fast tests
 #   make test-slow  the long tests
-#   make test-all   both, and every case where they run a part of many: half an hour
+#   make test-all   both, and every case where they run a part of many: longer than both together
 #   make docs       the documentation as a site, in build/site; a broken link fails
 #
 # The first call makes .venv; later ones reuse it until pyproject.toml or constraints.txt change.
@@ -13,16 +13,19 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# For two cores: many tests wait for processes and timeouts. The fast tests of a file stay together, because many look
-# at what one group of processes saw, which each worker that took some of them would start again; files are short, and
-# those with few tests come last. A slow test is long by itself: there, who is idle takes over tests of others.
-FAST := -n 4 --dist loadfile
-SLOW := -n 4 --dist worksteal
+# For two cores: many tests wait for processes and timeouts. The tests of a file stay together, because many look at what
+# one group of processes, one browser or one search has found, which each worker that took some of them would start
+# again. The fast tests hardly wait, and each worker takes 13 seconds to collect. Of the slow files those with the longest
+# tests come first (tests/conftest.py). Of all tests some are longer than files: there, who is idle takes over tests of
+# others.
+FAST := -n 3 --dist loadfile
+SLOW := -n 4 --dist loadfile --no-loadscope-reorder
+ALL := -n 4 --dist worksteal
 
 # Every process imports torch: where Python may not keep what it compiled, that takes four times as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train compare test test-all test-slow docs lint format setup clean
+.PHONY: train compare test test-all test-slow collect docs lint format setup clean
 
 train: $(READY)
 	$(BIN)/penstock train examples/train/gpt.toml --fresh
@@ -34,10 +37,14 @@ test: lint
 	$(BIN)/pytest $(FAST)
 
 test-all: lint
-	$(BIN)/pytest $(SLOW) -m ""
+	$(BIN)/pytest $(ALL) -m ""
 
 test-slow: $(READY)
 	$(BIN)/pytest $(SLOW) -m slow
+
+# One process compiles what all workers then load: in a fresh copy each would do it, for 23 seconds.
+collect: $(READY)
+	$(BIN)/pytest --collect-only --quiet --quiet > /dev/null
 
 docs: $(READY)
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -j 2 -c docs/site . build/site

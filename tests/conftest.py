@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 
+import pytest
 from hypothesis import settings
 
 # Ranks are threads or processes here, several to a core: torch's own threads on top would only make them wait.
@@ -20,9 +21,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # by nohup, and tests hang up on what they start
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+MINUTES = 240  # seconds
+
 # A deadline per example measures the machine's load; pytest-timeout already stops what hangs.
 settings.register_profile("penstock", deadline=None)
 settings.load_profile("penstock")
+
+
+@pytest.hookimpl(trylast=True)  # of the tests that are left
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with a test that states a timeout of minutes come first: at the end, other workers would wait for them."""
+    marks = [(item.path, item.get_closest_marker("timeout")) for item in items]
+    long = {path for path, mark in marks if mark is not None and mark.args[0] >= MINUTES}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_collection_finish() -> None:

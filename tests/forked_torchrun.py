@@ -2,7 +2,7 @@
 
 torchrun starts a new Python for every process, each of which loads torch: seconds of work that no document is about.
 The environment of the processes is torchrun's own, and the end too: when one fails, the others are stopped, and so is
-this program, with 1. The real one runs in tests/parallel/test_two_hosts.py and tests/faults/test_training.py.
+this program, with 1. It is the `torchrun` of warm.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import runpy
 import signal
 import sys
 from pathlib import Path
-
-import penstock.pipeline  # noqa: F401  (what every script needs)
 
 
 def main() -> int:
@@ -55,7 +53,3 @@ def _run(rank: int, script: str, rest: list[str]) -> None:
     sys.argv = [script, *rest]
     sys.path[0] = str(Path(script).resolve().parent)
     runpy.run_path(script, run_name="__main__")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,21 +1,23 @@
-"""Modules that load when they are first used: every worker collects every test, and only one of them runs these."""
+"""Helpers that load when they are first used: every worker collects every test, and only one of them runs these."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from types import ModuleType
+import importlib
+from typing import Any
 
 
-def lazily(name: str) -> ModuleType:
+class _Helper:
+    """Stands for a module. pytest asks all that it collects for its class: importlib's lazy modules would load then."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
+        return getattr(importlib.import_module(self._name), attribute)
+
+
+def lazily(name: str) -> Any:
     """The helper of this name, in tests/, which imports what takes seconds to load."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.find_spec(name)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader = importlib.util.LazyLoader(spec.loader)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return _Helper(name)

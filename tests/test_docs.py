@@ -3,9 +3,9 @@
 - A file is one test. Its ```` ```python ```` blocks run in order, with one namespace and one temporary directory.
 - ``<!-- file: train.py -->`` on the line before a block of any language saves it in that directory under this name
   instead.
-- In ```` ```console ```` blocks, lines that begin with ``$ penstock`` go to the installed command, through bash, in
-  that same directory; so do lines that begin with ``$ python`` or ``$ torchrun`` and name a file that the page has
-  saved; `torchrun --nproc-per-node` is that of forked_torchrun.py. Every command must exit with 0.
+- In ```` ```console ```` blocks, lines that begin with ``$ penstock`` go through bash, in that same directory; so do
+  lines that begin with ``$ python`` or ``$ torchrun`` and name a file that the page has saved. All three are those of
+  warm.py, which have torch loaded. Every command must exit with 0.
 - Where one of the LITERAL documents shows what a command prints, it prints that.
 - ``<!-- exit 2 -->`` on the line before a console block of one command says that it must exit with 2.
 - ``<!-- not run: reason -->`` on the line before a block leaves it out. The reason is required.
@@ -16,8 +16,6 @@ A failure names the file and the line of its block.
 import os
 import re
 import subprocess
-import sys
-import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,14 +24,13 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 from processes import free_port
+from warm import warm_commands
 
 ROOT = Path(__file__).resolve().parent.parent
-FORKED = f"{sys.executable} {Path(__file__).with_name('forked_torchrun.py')} "
 NOT_RUN = re.compile(r"<!--\s*not run\b:?\s*(?P<reason>.*?)\s*-->", re.DOTALL)
 EXIT = re.compile(r"<!--\s*exit (?P<code>\d+)\s*-->")
 FILE = re.compile(r"<!--\s*file: (?P<name>[\w.-]+)\s*-->")
 COMMAND = re.compile(r"penstock\b|(?:python|torchrun)\b.*?(?P<script>[\w-]+\.py)")
-TORCHRUN = re.compile(r"^torchrun (?=--nproc-per-node)")
 COMMAND_SECONDS = 500  # below the timeout of a test, so that the command is named
 
 
@@ -78,6 +75,7 @@ class Page:
     folder: Path
     blocks: list[Block]
     is_literal: bool = False  # commands print what the document shows, letter by letter
+    found_in: Path | None = None  # the folder of the commands; that of warm.py if it is None
     namespace: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
     saved: set[str] = field(default_factory=set)  # files that its blocks are
     compared: int = 0
@@ -107,13 +105,13 @@ class Page:
                 f"{where}: {len(block.commands)} commands under one exit code; give each a block", pytrace=False
             )
         expected = int(stated["code"]) if stated else 0
-        path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
+        path = os.pathsep.join([str(self.found_in or warm_commands()), os.environ.get("PATH", os.defpath)])
         for command, shown in block.commands:
             called = COMMAND.match(command)
             if called and called["script"] and called["script"] not in self.saved:
                 continue
             result = subprocess.run(
-                ["bash", "-o", "pipefail", "-c", TORCHRUN.sub(FORKED, command)],
+                ["bash", "-o", "pipefail", "-c", command],
                 cwd=self.folder,
                 env={**os.environ, "PATH": path, "PET_MASTER_PORT": str(free_port())},  # where torchrun listens
                 stdin=subprocess.DEVNULL,
@@ -249,16 +247,41 @@ def test_other_output_than_shown_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("comment", "passes"), [("", False), ("<!-- exit 1 -->", False), ("<!-- exit 7 -->", True)])
-def test_a_command_must_exit_as_stated(
-    comment: str, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_must_exit_as_stated(comment: str, passes: bool, tmp_path: Path) -> None:
     command = tmp_path / "penstock"
     command.write_text("#!/bin/sh\nexit 7\n")
     command.chmod(0o755)
-    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     page = page_of(f"{comment}\n```console\n$ penstock show\n```\n", tmp_path)
+    page.found_in = tmp_path
     if passes:
         page.run_all()
     else:
         with pytest.raises(pytest.fail.Exception, match="exited with 7"):
             page.run_all()
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "said"),
+    [
+        ("pass", 0, ""),
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit('no')", 1, "no\n"),
+        ("os.kill(os.getpid(), 9)", 137, ""),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+    ],
+)
+def test_a_warm_command_has_its_own_folder_environment_and_end(end: str, code: int, said: str, tmp_path: Path) -> None:
+    tells = "print(os.getcwd(), os.environ['MINE'], sys.argv, __name__, flush=True)"
+    (tmp_path / "mine.py").write_text(f"import os, sys\n{tells}\n{end}\n")
+    ran = subprocess.run(
+        [warm_commands() / "python", "mine.py", "a b"],
+        cwd=tmp_path,
+        env={**os.environ, "MINE": end},
+        capture_output=True,
+        text=True,
+        timeout=COMMAND_SECONDS,
+    )
+    assert ran.returncode == code
+    assert ran.stdout == f"{tmp_path} {end} ['mine.py', 'a b'] __main__\n"
+    assert ran.stderr.endswith(said)
+    assert bool(ran.stderr) == bool(said)

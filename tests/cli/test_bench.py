@@ -154,7 +154,7 @@ def test_what_penstock_declares_is_asked_for_in_its_versions(monkeypatch: pytest
     assert result.stderr.endswith(" -m pip install 'torch>=2.13,<2.14'\n")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/test_primer.py runs one from a real wheel
 def test_benches_run_from_where_a_wheel_puts_them(installed: Path) -> None:
     entries = json.loads(call(installed, "--json").stdout)
     assert {entry["name"] for entry in entries} >= {*NAMES, "echo"}

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from penstock.planner.layout import MeshLayout
 from penstock.planner.price import Pricing, StageCosts
-from penstock.schedule import FAMILIES, Costs, Op, Schedule, build, family, simulate
+from penstock.schedule import FAMILIES, Costs, Op, Placement, Schedule, build, family, simulate
 from penstock.schedule.timing.simulate import peak_memory, peaks_with_gradients
 from penstock.train.run.memory import Memory
 
@@ -84,7 +84,7 @@ class PlanCandidate:
         if self.searched is not None:
             placement = self.searched.placement
         else:
-            placement = FAMILIES[self.family].placed(self.layout.pp, self.stages_per_rank)
+            placement = _placement(self.family, self.layout.pp, self.stages_per_rank)
         return [[stages[stage] for stage in placement.stages_of(rank)] for rank in range(self.layout.pp)]
 
     def _once(self, what: str, find: Callable[[], Found]) -> Found:
@@ -151,7 +151,7 @@ class PlanCandidate:
         """
         stages, found, later, behind = self.stages, 0.0, 0.0, 0.0
         again = [each.again if self.recompute else 0.0 for each in stages]
-        own = FAMILIES[self.family].placed(self.layout.pp, self.stages_per_rank).stages_of(0)
+        own = _placement(self.family, self.layout.pp, self.stages_per_rank).stages_of(0)
         work = {each: stages[each].forward + stages[each].input + stages[each].weight + again[each] for each in own}
         forward = sum(each.forward for each in stages)
         for number in reversed(range(len(stages))):
@@ -263,6 +263,11 @@ class PlanCandidate:
 def _different(owned: list[list[StageCosts]]) -> list[list[StageCosts]]:
     """Ranks of which no other has the very same stages."""
     return list({tuple(map(id, own)): own for own in owned}.values())
+
+
+@cache
+def _placement(name: str, ranks: int, stages_per_rank: int) -> Placement:
+    return FAMILIES[name].placed(ranks, stages_per_rank)
 
 
 @lru_cache(maxsize=512)

@@ -100,11 +100,11 @@ class _Choice:
     excess: float = inf  # these bytes, nearly at least
     larger: PlanCandidate | None = None  # of those that do not fit, the one that might be the fastest
 
-    def reject(self, candidate: PlanCandidate, excess: float) -> None:
-        """Note a candidate that needs `excess` bytes too many, nearly at least."""
+    def reject(self, candidate: PlanCandidate, excess: float, least: float) -> None:
+        """Note a candidate that needs `excess` bytes too many, nearly at least, and takes `least` seconds or more."""
         if excess < self.excess:
             self.closest, self.excess = candidate, excess
-        if self.larger is None or candidate.bound < self.larger.bound:
+        if self.larger is None or (least < self.larger.bound and candidate.bound < self.larger.bound):
             self.larger = candidate
 
 
@@ -140,13 +140,13 @@ def _choose_each(
         elif not isinstance(candidate, PlanCandidate):
             for each in candidate():
                 if each.least_bytes > room:
-                    choice.reject(each, each.least_bytes - room)
+                    choice.reject(each, each.least_bytes - room, bound)
                 else:
                     heappush(queue, (each.bound, next(numbers), key, each))
         elif (way := (candidate.pricing, candidate.family, candidate.stages_per_rank)) not in without:
             excess = candidate.needs_more_than(room) or candidate.fullest.process - room
             if excess > 0:
-                choice.reject(candidate, excess)
+                choice.reject(candidate, excess, bound)
                 continue
             without.add(way)
             if candidate.seconds < choice.seconds:

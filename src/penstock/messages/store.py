@@ -6,6 +6,7 @@ are made by a thread of their own, and whoever asks can stop listening.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from queue import Empty
 from typing import Any
@@ -48,7 +49,8 @@ class Asker:
     def close(self, seconds: float) -> None:
         """End the thread. One that is stuck is left behind; it is a daemon."""
         self._questions.put(None)
-        self._thread.join(min(seconds, 1.0) if self.asked_at is not None else seconds)
+        if self._thread is not threading.current_thread():  # where garbage is collected, finalizers run
+            self._thread.join(min(seconds, 1.0) if self.asked_at is not None else seconds)
 
     def _run(self) -> None:
         while (question := self._questions.get()) is not None:

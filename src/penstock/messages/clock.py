@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
-EXIT_SECONDS = 5.0  # for which a program that ends waits for threads that have been told to stop
+EXIT_SECONDS = 6.0  # for which a program that ends waits for threads that have been told to stop
 _THREADS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 

@@ -6,7 +6,6 @@ are made by a thread of their own, and whoever asks can stop listening.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from queue import Empty
 from typing import Any
@@ -48,9 +47,12 @@ class Asker:
 
     def close(self, seconds: float) -> None:
         """End the thread. One that is stuck is left behind; it is a daemon."""
+        self.stop()
+        self._thread.join(min(seconds, 1.0) if self.asked_at is not None else seconds)
+
+    def stop(self) -> None:
+        """Tell the thread to end, and do not wait for it."""
         self._questions.put(None)
-        if self._thread is not threading.current_thread():  # where garbage is collected, finalizers run
-            self._thread.join(min(seconds, 1.0) if self.asked_at is not None else seconds)
 
     def _run(self) -> None:
         while (question := self._questions.get()) is not None:

@@ -199,8 +199,6 @@ class Watch:
                 try:
                     verdict = self._look()
                 except NoAnswer:
-                    if self._stopping:
-                        return
                     verdict = self._without_store()
                 except Tampered as error:
                     verdict = PeerFailure(
@@ -334,7 +332,9 @@ class Watch:
         return None if proposal is None and not doomed else lost
 
     def _without_store(self) -> PeerFailure | None:
-        """What this rank makes of a store that does not answer."""
+        """What this rank makes of a store that does not answer: nothing, if it has only stopped listening to end."""
+        if self._stopping:
+            return None
         silent = self.store_host.silent()
         if silent is not None:
             return silent

@@ -343,7 +343,10 @@ def _drop_pipelines() -> list[int]:
         pipe.step(x, target=x)
         del pipe, stages
         gc.collect()
-        alive.append(sum(thread.name.startswith("penstock-watch") for thread in threading.enumerate()))
+        watches = [thread for thread in threading.enumerate() if thread.name.startswith("penstock-watch")]
+        for watch in watches:  # the finalizer tells them to end, and does not wait
+            watch.join(TIMEOUT)
+        alive.append(sum(watch.is_alive() for watch in watches))
     return alive
 
 

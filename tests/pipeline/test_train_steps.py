@@ -332,6 +332,50 @@ def repaired() -> list[str]:
     return differences(*made)
 
 
+class Breaking(torch.optim.SGD):
+    """Fails in one of its steps, counted from 0."""
+
+    breaks_in = -1
+    done = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.done += 1
+        if self.done - 1 == self.breaks_in:
+            raise ValueError("an optimizer that breaks")
+        return super().step(closure)
+
+
+def failing_update(
+    transport: str, number: int, clip: float | None = None, scales: list[float] = QUIET, wrong: int = 0
+) -> list[str]:
+    """The optimizer of rank 1 fails in the update after that step, before which so many were wrong and made again: what
+    is raised, with its cause and its notes.
+    """
+    with pipeline("zb-v", transport=transport) as pipe:
+        optimizer = Breaking(pipe.parameters(), lr=0.01)
+        optimizer.breaks_in = number + wrong if pipe.rank == 1 else -1
+        try:
+            for _ in pipe.train_steps(batches(scales), optimizer, clip=clip):
+                pass
+        except (PenstockError, ValueError) as error:
+            said = [type(error).__name__, str(error), repr(error.__cause__), *error.__notes__]
+        try:
+            pipe.step(torch.ones(8, WIDTH), target=torch.ones(8, WIDTH))
+        except PenstockError as error:
+            return [*said, str(error)]
+        return [*said, "went on"]
+
+
+FAILING_UPDATES: dict[str, Any] = {
+    "the first": (0, None),
+    "early": (2, None),
+    "early, with a snapshot": (2, 1e9),
+    "the last": (STEPS - 1, None),
+    "made again": (2, LIMIT, [1.0, 1.0, 60.0, 1.0, 1.0], 1),
+    "waited for": (3, LIMIT, [1.0, 1.0, 60.0, 1.0, 1.0], 1),
+}
+
+
 def press() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -559,6 +603,11 @@ def scenarios(folder: str) -> dict[str, Any]:
         "interrupted in update": (interrupted_in_update([1, 1]), undisturbed()),
         "interrupted in half an update": interrupted_in_update([2, 1]),
         "interrupted while collecting": interrupted_while_collecting(),
+        "update": {
+            (name, transport): failing_update(transport, *case)
+            for name, case in FAILING_UPDATES.items()
+            for transport in ON_PROCESSES
+        },
         "early": failing("F0", 2),
         "last": failing("F0", 5),
         "tied": tied(),
@@ -614,6 +663,23 @@ def test_a_failure_that_others_are_ahead_of_is_undone_on_all_of_them_by_their_sn
         assert results == "2 results"
         assert after == "went on: True"
         assert rank["repaired"] == []  # to the last bit, buffers and optimizer state included
+
+
+@pytest.mark.parametrize("transport", ON_PROCESSES)
+@pytest.mark.parametrize("case", FAILING_UPDATES)
+def test_an_optimizer_that_fails_on_one_rank_is_named_by_all_with_its_error_and_step(seen, case, transport):
+    """The others were not told, and took the rank for one that had left, or that was in another call."""
+    for rank in range(2):
+        kind, text, cause, *notes, after = seen[rank]["update"][case, transport]
+        assert "an optimizer that breaks" in text
+        assert f"in the update after step {FAILING_UPDATES[case][0]} of train_steps(), counted from 0" in "".join(notes)
+        assert "load a checkpoint on every rank" in "".join(notes)
+        assert "the ranks have not completed the same number of steps" in after
+        if rank == 1:
+            assert kind == "ValueError" or cause == "ValueError('an optimizer that breaks')"
+        else:
+            assert kind == "PeerFailure"
+            assert text.startswith(f"rank 1 failed (action update after step {FAILING_UPDATES[case][0]}): ValueError")
 
 
 def test_ctrl_c_in_a_step_that_is_abandoned_is_not_lost(seen):

@@ -3,12 +3,18 @@
 Whoever finds out that a rank is silent asks a clock, sleeps, wakes others and runs beside the rank's own work. All of
 that comes from one object, so that the same code runs on threads and real time, and in a rehearsal
 (`penstock.rehearsal`) on virtual time, where thousands of ranks take turns in one thread.
+
+Threads here are daemons, because one that is stuck (a store that does not answer, a model that never returns) must not
+keep the process alive. But Python ends a daemon that comes back from C++ while the interpreter shuts down, and that
+aborts the process ("terminate called without an active exception"). So a program that ends waits for those that have
+been told to stop, for at most `EXIT_SECONDS`.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -16,6 +22,9 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
+
+EXIT_SECONDS = 6.0  # for which a program that ends waits for threads that have been told to stop
+_THREADS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Event(Protocol):
@@ -81,7 +90,7 @@ class Clock:
 
     def worker(self, target: Callable[[], None], name: str) -> Worker:
         """What runs `target` beside everything else, once it is started; it does not keep the process alive."""
-        return threading.Thread(target=target, name=name, daemon=True)
+        return daemon(target, name)
 
     def background(self, name: str) -> Background:
         """What does one piece of work after the other, beside everything else; a program that ends waits for it."""
@@ -92,4 +101,20 @@ class Clock:
         return work
 
 
+def daemon(target: Callable[[], None], name: str) -> threading.Thread:
+    """A thread that does not keep the process alive. Whoever makes it tells it to stop, at the latest in a finalizer:
+    a program that ends waits for it.
+    """
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    _THREADS.add(thread)
+    return thread
+
+
+def _join_daemons() -> None:
+    deadline = time.monotonic() + EXIT_SECONDS
+    for thread in [each for each in _THREADS if each.is_alive()]:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
 CLOCK = Clock()
+weakref.finalize(CLOCK, _join_daemons)  # at exit these run in reverse order: after all that tell threads to stop

@@ -47,8 +47,12 @@ class Asker:
 
     def close(self, seconds: float) -> None:
         """End the thread. One that is stuck is left behind; it is a daemon."""
-        self._questions.put(None)
+        self.stop()
         self._thread.join(min(seconds, 1.0) if self.asked_at is not None else seconds)
+
+    def stop(self) -> None:
+        """Tell the thread to end, and do not wait for it."""
+        self._questions.put(None)
 
     def _run(self) -> None:
         while (question := self._questions.get()) is not None:

@@ -299,7 +299,10 @@ class Pipeline:
         """
         self._check_open()
         if self._loop is not None and self._loop.is_running:
-            raise UsageError("this pipeline is in a train_steps() already; they do not nest")
+            raise UsageError(
+                "this pipeline is in a train_steps() already; they do not nest. If you have left that loop and kept "
+                "what train_steps() returned, call close() on it"
+            )
         updates = Updates(optimizer, scheduler, clip, skip_nonfinite)
         updates.check_parameters(list(self.parameters()))
         parts = StepParts(

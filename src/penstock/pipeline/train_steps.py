@@ -23,7 +23,8 @@ guess costs one step. After one, updates wait for the reports until `TRUST` of t
 take in that step may be in the next one by then, so the rank that failed also goes through the next step without
 computing, and all collect the report of the failure at its end. Ranks that had finished the step have updated their
 weights; they undo both steps and take the update back. Where there is no snapshot (of updates that depend on nobody)
-they cannot; the error says so.
+they cannot; the error says so. An optimizer that fails is a failure of the next step, where the others hear of it, or,
+after the last step, of the meeting that ends the loop.
 
 *Ctrl-C.* What comes between the report and the end of the update waits for that, so that a step is complete with its
 update or not at all; a second one does not wait, and then this rank counts as one that has not completed the step,
@@ -41,8 +42,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
+from penstock.errors import PeerFailure
+from penstock.group.agreement import agree
 from penstock.optim.scaler import GradScaler
 from penstock.optim.snapshot import UpdateSnapshot
 from penstock.optim.updates import AS_IS, ORDER, UpdateDecision, Updates
@@ -56,16 +60,20 @@ from penstock.pipeline.trained_step import (
     TrainedStep,
     UncollectedStep,
     explain,
+    explain_update,
+    failed_update,
     trained,
     which_step,
 )
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import EndedStep, StepResult, replica_report, result_of
 from penstock.runtime.engine.step_input import Refused
+from penstock.runtime.transport.failure.peer_failures import placed
 from penstock.schedule import Schedule, verify
 
 TRUST = 4  # right guesses in a row, after a wrong one, before updates are made early again
 KEPT = 64  # programs whose proof is remembered
+Found = TypeVar("Found")
 
 
 @dataclass
@@ -92,6 +100,7 @@ class StepLoop:
         self._done: deque[TrainedStep] = deque()
         self._right = TRUST  # guesses in a row
         self._number = 0
+        self._failed_update: PeerFailure | None = None  # of this rank, which the others do not know of yet
         self._proved: dict[int, Schedule] = {}  # programs whose adjacent steps are proved, by their identity
 
     def run(self, batches: Iterable[Any]) -> Iterator[TrainedStep]:
@@ -133,6 +142,8 @@ class StepLoop:
                 self._collect()
             except Abandoned as abandoned:
                 self._make_right(before, abandoned)
+            else:
+                self._agree_on_update(before.number, self._raise_failed_update)
 
     def _call(self, batch: Any) -> Call:
         """What `step` would be given. (The training command's batches are calls already.)"""
@@ -183,7 +194,8 @@ class StepLoop:
                 norm = state.grad_norm(ORDER)
                 parts = [(norm.item(), norm.dtype)]
             decision = updates.decide(parts, None if result.loss is None else result.loss.item())
-            self._done.append(trained(result, decision, self._update(decision), why))
+            updated = self._agree_on_update(self._number, partial(self._update, decision))
+            self._done.append(trained(result, decision, updated, why))
 
     def _scaler(self) -> GradScaler | None:
         scaler = self._parts.state.scaler
@@ -201,6 +213,29 @@ class StepLoop:
             updated = self._updates.apply(decision, list(state.parameters()), self._scaler())
         counter.step += 1
         return updated
+
+    def _agree_on_update(self, number: int, update: Callable[[], Found]) -> Found:
+        """An update that all ranks make at the same time: an error of one is an error of all."""
+        deployment = self._parts.deployment
+        transport, replication = deployment.world.transport, deployment.replication
+        if transport is None:
+            return update()
+
+        def exchange(answer: Any) -> list[Any]:
+            answers = transport.post_exchange(answer)()  # Ctrl-C may end the wait, and they are collected later
+            return [each for copy in replication.all_gather(CALL, answers) for each in copy]
+
+        def describe(error: BaseException) -> PeerFailure:
+            axes = {"replica": replication.index} if replication.replicas > 1 else {}
+            return placed(failed_update(transport.rank, number, error), axes)
+
+        made: list[Found] = []
+        try:
+            agree(lambda: made.append(update()), exchange, describe=describe, refuse=lambda _, failure: failure)
+        except Exception as error:
+            explain_update(error, number)
+            raise
+        return made[0]
 
     # -- steps that overlap
 
@@ -226,14 +261,28 @@ class StepLoop:
         waits = depends and self._right < TRUST
         mine = self._run(call, waits, refused)
         if waits:
-            self._update(mine.decision)
+            self._agree_on_update(mine.number, partial(self._update, mine.decision))
             return
         self._uncollected = mine
         mine.can_be_undone = depends and not had_gradients
         if mine.ended.failure is None:
             if depends:
                 self._snapshot.take()
+            self._update_early()
+
+    def _update_early(self) -> None:
+        """Update the weights before the others are known to be done. They are told of an error in the next step."""
+        transport = self._parts.deployment.world.transport
+        assert transport is not None
+        try:
             self._update(AS_IS)
+        except Exception as error:
+            self._failed_update = failed_update(transport.rank, self._number, error)
+            self._failed_update.__cause__ = error
+
+    def _raise_failed_update(self) -> None:
+        if self._failed_update is not None and self._failed_update.__cause__ is not None:
+            raise self._failed_update.__cause__
 
     def _has_gradients(self) -> bool:
         """Whether there are gradients from before this loop, which no snapshot has."""
@@ -248,7 +297,7 @@ class StepLoop:
         deployment.ranks.begin()
         parts.take_count(parts.batches.take_lengths(call, alone=True))
         program, transaction = self._program(), deployment.ranks.transactions[self._number % 2]
-        failed = None if self._uncollected is None else self._uncollected.ended.failure
+        failed = self._failed_update or (None if self._uncollected is None else self._uncollected.ended.failure)
         mine: UncollectedStep
         try:
             with transaction(training=True, loss_fn=parts.batches.loss_fn):
@@ -305,6 +354,7 @@ class StepLoop:
             if isinstance(error, KeyboardInterrupt) and not before.ended.told:
                 raise
             explain(error, before)
+            error.__cause__ = error.__cause__ or (self._failed_update and self._failed_update.__cause__)
             abandoned = Abandoned(error)
         self._uncollected = None
         if abandoned is None and not before.decision.as_is:
@@ -327,7 +377,8 @@ class StepLoop:
         """Where a step was updated wrongly, make the right update; where it failed elsewhere, undo it, and raise."""
         error = abandoned.error
         if error is None:
-            self._update(before.decision, again=True)
+            self._failed_update = None  # it is taken back
+            self._agree_on_update(before.number, partial(self._update, before.decision, again=True))
             return
         if before.ended.told and before.ended.failure is None and before.can_be_undone:
             self._undo(before, error)

@@ -6,11 +6,13 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
+from penstock.errors import PeerFailure
 from penstock.optim.updates import AS_IS, UpdateDecision
-from penstock.runtime.engine.report import EndedStep, StepResult
+from penstock.runtime.engine.report import EndedStep, StepResult, failure_of
 from penstock.runtime.state.transaction import Transaction
 
 CALL = "train_steps()"
+_UPDATE = "update after step"
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,33 @@ def which_step(number: int) -> str:
     return f"in step {number} of {CALL}, counted from 0"
 
 
+def failed_update(rank: int, number: int, error: BaseException) -> PeerFailure:
+    """The error of a rank in the update after that step, as all ranks are told of it."""
+    failure = failure_of(rank, error, None)
+    failure.action = f"{_UPDATE} {number}"
+    return failure
+
+
+def explain_update(error: BaseException, number: int) -> None:
+    """What became of the weights, as a note of an error of the update after that step, on any rank."""
+    error.add_note(
+        f"in the update after step {number} of {CALL}, counted from 0; it is not complete on every rank, so that the "
+        f"ranks no longer belong together: load a checkpoint on every rank"
+    )
+
+
 def explain(error: BaseException, step: UncollectedStep) -> None:
     """Which step it was, and what became of the weights, as a note of the error."""
     told = step.ended.told
-    failed = [rank for rank, report in enumerate(told) if report.failure is not None]
+    failures = {rank: report.failure for rank, report in enumerate(told) if report.failure is not None}
     text = which_step(step.number)
-    if told and (len(failed) == len(told) or step.can_be_undone):
+    if any((failure.action or "").startswith(_UPDATE) for failure in failures.values()):
+        return explain_update(error, step.number - 1)
+    if told and (len(failures) == len(told) or step.can_be_undone):
         text += "; it is undone on every rank, and the weights are those of the step before it"
-    elif failed:
+    elif failures:
         text += (
-            f"; rank {', '.join(map(str, failed))} could not end it, and the others had ended it and updated their "
+            f"; rank {', '.join(map(str, failures))} could not end it, and the others had ended it and updated their "
             f"weights, so that the ranks no longer belong together: load a checkpoint on every rank"
         )
     error.add_note(text)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
+import pytest
 from faults.on_threads import assert_clean, fail, pipeline
 from faults.traps import Boom, batch, boom, trap_of
+
+from penstock.errors import MessageError
+from penstock.runtime.engine.report import EndedStep, StepReport
 
 
 def test_two_ranks_that_fail_at_once_are_both_in_the_report() -> None:
@@ -53,3 +58,24 @@ def test_an_error_that_cannot_be_printed_is_told_by_its_type() -> None:
         assert failure.cause == "Unspeakable"
         assert isinstance(failure.__cause__, Unspeakable)
         assert_clean(pipe)
+
+
+def test_a_refused_report_says_how_many_steps_were_complete_and_not_only_exchanges() -> None:
+    class Refusing:
+        def exchange(self, value: Any) -> list[Any]:
+            raise MessageError("rank 0 is in its exchange number 7, counted from 0, but rank 1 in number 6")
+
+    step = EndedStep(
+        Refusing(),  # type: ignore[arg-type]
+        StepReport(steps=3),
+        None,
+        None,
+        fingerprinted=None,
+        readers=None,
+        computed=True,
+        forget=lambda: None,
+        leave=lambda: None,
+    )
+    with pytest.raises(MessageError) as caught:
+        step.reports()
+    assert caught.value.__notes__ == ["on this rank, 3 training steps of the pipeline were complete by then"]

@@ -34,7 +34,7 @@ from penstock.runtime.engine.mailbox import ActionWait, Mailbox
 from penstock.runtime.engine.prepared_program import Entry, PreparedProgram, prepare
 from penstock.runtime.engine.recorder import WallStart
 from penstock.runtime.engine.replication import Replication
-from penstock.runtime.engine.report import EndedStep, StepReport, failure_of
+from penstock.runtime.engine.report import EndedStep, StepReport, failure_of, note_steps
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.engine.step_input import Refused, StepInput
 from penstock.runtime.transport import Transport
@@ -142,6 +142,7 @@ class Executor:
             except PeerFailure as error:
                 failure = copy(error)  # without the frames that it came through, which hold tensors
             except MessageError as error:
+                note_steps(error, report.steps)
                 own, failure = error, self._describe(error)
                 self.transport.abort(failure)
             except BaseException as error:  # whatever it is, the peers must hear of it; it is raised with the reports

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from penstock.errors import PeerFailure
+from penstock.messages.clock import daemon
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.recorder import WallStart
 from penstock.runtime.engine.report import StepReport
@@ -30,10 +31,7 @@ class Workers:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._jobs: dict[int, SimpleQueue[Any]] = {rank: SimpleQueue() for rank in ranks}
-        self._threads = [
-            threading.Thread(target=_serve, args=(jobs,), name=f"penstock-rank-{rank}", daemon=True)
-            for rank, jobs in self._jobs.items()
-        ]
+        self._threads = [daemon(partial(_serve, jobs), f"penstock-rank-{rank}") for rank, jobs in self._jobs.items()]
         for thread in self._threads:
             thread.start()
         self.ranks = {thread.ident or 0: rank for thread, rank in zip(self._threads, ranks, strict=True)}

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from penstock.errors import ModelError, PeerFailure, RunError, UsageError
+from penstock.errors import MessageError, ModelError, PeerFailure, RunError, UsageError
 from penstock.messages import plain
 from penstock.runtime.batch.comparison import Readers, different_batches, left_out, unlike
 from penstock.runtime.batch.fingerprint import BatchFingerprint, FingerprintedBatch
@@ -80,6 +80,12 @@ def failure_of(rank: int, error: BaseException, action: Action | None) -> PeerFa
     )
 
 
+def note_steps(error: BaseException, steps: int | None) -> None:
+    """How far training was when a message was not the expected one: messages count exchanges, and users count steps."""
+    if steps is not None:
+        error.add_note(f"on this rank, {steps} training steps of the pipeline were complete by then")
+
+
 class EndedStep:
     """What one rank has to say of a step, and what it needs to understand what the others say.
 
@@ -137,6 +143,9 @@ class EndedStep:
                 doing = [self.report.progress if rank == mine else "no answer" for rank in ranks]
                 self._forget()
                 raise (lost if lost.report else with_report(lost, doing)) from own
+            except MessageError as error:
+                note_steps(error, self.report.steps)
+                raise
             wrong = what_went_wrong(told, batches, self._readers)
             if wrong is None:
                 return told

@@ -100,9 +100,9 @@ class Incoming(ABC):
         self.count = 0
 
 
-def name_message(microbatch: int, ordinal: int, step: int) -> str:
-    """Which message of a channel this is, in words."""
-    return f"microbatch {microbatch}, number {ordinal} of step {step}"
+def name_message(microbatch: int, ordinal: int, exchanges: int) -> str:
+    """Which message of a channel this is, in words: its number since the last exchange, and how many there were."""
+    return f"microbatch {microbatch}, number {ordinal} after {exchanges} exchanges"
 
 
 Message = TypeVar("Message")

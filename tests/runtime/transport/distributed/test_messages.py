@@ -27,7 +27,7 @@ def test_a_header_is_read_as_it_was_written() -> None:
 
 def test_it_says_which_message_it_is() -> None:
     words = describe(SAID)
-    assert "microbatch 5, number 3 of step 12" in words
+    assert "microbatch 5, number 3 after 12 exchanges" in words
     assert str(Channel(2, 1, "B", -1, -1)) in words
 
 

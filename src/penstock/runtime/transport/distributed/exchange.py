@@ -29,7 +29,7 @@ from penstock.runtime.transport.distributed.transfers import BackendTransfers
 from penstock.runtime.transport.interrupts import uninterrupted
 
 FRAME_BYTES = 16 * 1024  # the entries of some dozens of ranks: what fits is taken without the receiver's help
-_HEAD = struct.Struct("<IIQQ")  # magic, spare, step, bytes of the body
+_HEAD = struct.Struct("<IIQQ")  # magic, spare, number of the exchange, bytes of the body
 _MAGIC = 0x53544152
 _ROOM = FRAME_BYTES - _HEAD.size
 _NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -200,7 +200,10 @@ class Exchange:
         return ctypes.string_at(rest.data_ptr(), size)
 
     def _other_step(self, peer: int, step: int, its_step: int) -> str:
-        return f"rank {self.rank} ends step {step}, but rank {peer} ends step {its_step}; all must run the same steps"
+        return (
+            f"rank {self.rank} is in its exchange number {step}, counted from 0, but rank {peer} in number {its_step}; "
+            f"all ranks must make the same calls"
+        )
 
 
 def compare(entries: Sequence[ExchangeEntry], used: Sequence[ChannelEnds[Any, Any]]) -> str | None:

@@ -120,7 +120,7 @@ class DistributedTransport(Transport):
         self.watch.own.traffic = partial(
             _traffic, weakref.ref(self)
         )  # not of this transport, which it would keep alive
-        weakref.finalize(self, self.watch.close)
+        weakref.finalize(self, self.watch.stop)
         self._transfers = BackendTransfers(self.rank, member.backend, member.device_backend, self.watch, timeout)
         self._book = Book()
         self._max_sends = max_sends

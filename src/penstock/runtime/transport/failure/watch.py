@@ -100,7 +100,7 @@ class Watch:
         self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
         self._wake: Event | Bell = bell or clock.event()
         self._stopping = ranks == 1  # nobody to watch
-        self._thread = clock.worker(self._run, f"penstock-watch-{rank}")
+        self._thread = clock.worker(self._watch, f"penstock-watch-{rank}")
         if not self._stopping:
             self._thread.start()
 
@@ -161,16 +161,27 @@ class Watch:
             self._announced = None
             self.news.clear()
 
-    def close(self) -> None:
-        """End the threads."""
+    def stop(self) -> None:
+        """Tell the threads to end, and do not wait for them: a finalizer runs on any thread, these two included."""
         self._stopping = True
         self._wake.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
+
+    def close(self) -> None:
+        """End the threads."""
+        self.stop()
+        if self._thread.is_alive():
             self._thread.join(DECISION_SECONDS)
         if self._asker is not None:
             self._asker.close(DECISION_SECONDS)
 
     # -- the thread
+
+    def _watch(self) -> None:
+        try:
+            self._run()
+        finally:
+            if self._asker is not None:
+                self._asker.stop()
 
     def _run(self) -> None:
         gone: float | None = None  # since when there is no store
@@ -321,7 +332,9 @@ class Watch:
         return None if proposal is None and not doomed else lost
 
     def _without_store(self) -> PeerFailure | None:
-        """What this rank makes of a store that does not answer."""
+        """What this rank makes of a store that does not answer: nothing, if it has only stopped listening to end."""
+        if self._stopping:
+            return None
         silent = self.store_host.silent()
         if silent is not None:
             return silent

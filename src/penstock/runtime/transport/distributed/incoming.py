@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from typing import Any
 
 import torch
@@ -31,6 +32,10 @@ from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.layout.layout import Book, Layout
 from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 
+AHEAD = int(__import__("os").environ.get("AHEAD", "16"))  # receives of a channel that the backend may have before they are posted
+AHEAD_LEFT = int(__import__("os").environ.get("AHEAD_LEFT", "4"))  # with so few of them left, it is given more
+AHEAD_BYTES = 4096  # of each, at most
+
 _RECEIPT = torch.ones(1, dtype=torch.uint8)
 _END = torch.empty(1, dtype=torch.uint8)  # takes the ends of all messages, which say nothing
 
@@ -48,6 +53,28 @@ class DistributedIncoming(Incoming):
         self._transfers = transfers
         self._book = book
         self._device = device
+        self._coming = 0  # receives of this step, where that is known beforehand
+        self._ahead: deque[tuple[Layout | None, Tensor, Any]] = deque()  # with the backend, and not yet posted
+
+    @uninterrupted
+    def expect(self, receives: int) -> None:
+        self._coming = receives
+        self._post_ahead()
+
+    def _post_ahead(self, microbatch: int = -1) -> None:
+        """Give the backend the receives of the next messages, as long as they are small, several at a time.
+
+        Gloo tells the sender of each, and a send that finds its receive announced leaves at once. Several in a row wake
+        the sender's side once; and they come at another time than its own messages (see `transport`).
+        """
+        expected = self._expected
+        for ordinal in range(self.count + len(self._ahead), min(self._coming, self.count + AHEAD)):
+            layout = expected.layouts.get(ordinal)
+            if layout is not None and (layout.directs or layout.frame_bytes > AHEAD_BYTES):
+                return
+            frame = torch.empty(HEADER_BYTES if layout is None else layout.frame_bytes, dtype=torch.uint8)
+            work = self._transfers.receive(frame, self.channel.source_rank, expected.tag, self.channel, microbatch)
+            self._ahead.append((layout, frame, work))
 
     def _post(self, microbatch: int) -> Pending:
         """Make ready for the next message, as far as it is predicted: even the value is built now.
@@ -55,6 +82,18 @@ class DistributedIncoming(Incoming):
         What can be done here is off the critical path, which begins when the message comes.
         """
         expected, transfers, channel = self._expected, self._transfers, self.channel
+        if len(self._ahead) <= AHEAD_LEFT:
+            self._post_ahead(microbatch)
+        if self._ahead:
+            layout, frame, work = self._ahead.popleft()
+            due = HEADER.pack(
+                *(MAGIC, DATA, layout.checksum if layout else 0, 0, transfers.exchanges),
+                *(self.count, microbatch, *expected.identity),
+            )
+            value, is_built = None, True
+            if layout is not None:
+                value, is_built = layout.build_ahead(frame, (), self._device, transfers.device_backend is not None)
+            return Pending(due, value, layout, frame, work, (), None, is_built)
         layout = expected.layouts.get(self.count)
         frame = torch.empty(HEADER_BYTES if layout is None else layout.frame_bytes, dtype=torch.uint8)
         due = HEADER.pack(
@@ -160,3 +199,7 @@ class DistributedIncoming(Incoming):
         # The receipt: the sender posted its receive before it sent the body, so this wait is for nobody.
         transfers.wait(transfers.send(_RECEIPT, peer, tag, channel, microbatch), peer, channel, microbatch)
         return body
+
+    def end_step(self) -> None:
+        super().end_step()
+        self._coming = 0

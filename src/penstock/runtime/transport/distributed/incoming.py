@@ -1,4 +1,8 @@
-"""The receiving end of a channel over gloo: posted early, checked on arrival, built where it is used."""
+"""The receiving end of a channel over gloo: posted early, checked on arrival, built where it is used.
+
+Posting is what the program does; the backend may have the receive before. How many there will be in a step is known
+when it begins (`expect`), and a receive that gloo has must be received: so no more are given to it than will be posted.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +68,8 @@ class DistributedIncoming(Incoming):
     def _post_ahead(self, microbatch: int = -1) -> None:
         """Give the backend the receives of the next messages, as long as they are small, several at a time.
 
-        Gloo tells the sender of each, and a send that finds its receive announced leaves at once. Several in a row wake
-        the sender's side once; and they come at another time than its own messages (see `transport`).
+        Gloo tells the sender of each receive. A send that finds it announced leaves at once; any other waits for one
+        way there and back. Announcements in a row wake the thread that reads them on the other side once.
         """
         expected = self._expected
         for ordinal in range(self.count + len(self._ahead), min(self._coming, self.count + AHEAD)):

@@ -186,7 +186,7 @@ class DistributedOutgoing(Outgoing):
         is_short = self._transfers.is_taken_soon(all(each.layout is not None for each in islice(under_way, count)))
         self._transfers.wait(last.work, peer, self.channel, last.microbatch, is_short)
         for _ in range(count):
-            microbatch, _, layout, frame, earlier, watched = under_way[0]
+            microbatch, _work, layout, frame, earlier, watched = under_way[0]
             for transfer in earlier:
                 self._transfers.finish(transfer, peer, self.channel, microbatch, is_short)
             under_way.popleft()

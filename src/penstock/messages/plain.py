@@ -183,7 +183,7 @@ def _encoded(value: Any, store_tensor: StoreTensor | None, depth: int) -> Any:
     if not isinstance(value, (list, tuple, set, frozenset)):
         return _encoded_other(value, store_tensor)
     if kind is list and {*map(type, value)} == {float} and all(map(math.isfinite, value)):
-        return value[:]  # as the losses of a step
+        return list(value)  # as the losses of a step
     entries = []
     for number, entry in enumerate(value):
         try:

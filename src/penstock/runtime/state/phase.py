@@ -7,24 +7,23 @@ keeps statistics has to tell these apart. Each thread has its own answer, becaus
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 
 
+@dataclass(slots=True)
 class Phase:
     """One compute: entered by a stage around it, read by the layers in it."""
 
-    __slots__ = ("_outer", "calls", "extra", "kind", "microbatch", "statistics")
-
-    def __init__(self, kind: str, microbatch: int, statistics: Any = None) -> None:
-        self.kind = kind  # "forward", "checkpointing", "recomputing" or "backward"
-        self.microbatch = microbatch
-        self.statistics = statistics  # of the stage's batch norms, where they are collected
-        self.calls: dict[int, int] = {}  # how often each layer that asked was called so far
-        self.extra: list[tuple[str, Tensor]] = []  # what `add_loss` was given, by name
-        self._outer: Phase | None = None
+    kind: str  # "forward", "checkpointing", "recomputing" or "backward"
+    microbatch: int
+    statistics: Any = None  # of the stage's batch norms, where they are collected
+    calls: dict[int, int] = field(default_factory=dict)  # how often each layer that asked was called so far
+    extra: list[tuple[str, Tensor]] = field(default_factory=list)  # what `add_loss` was given, by name
+    _outer: Phase | None = None
 
     def __enter__(self) -> Phase:
         self._outer, NOW.phase = NOW.phase, self

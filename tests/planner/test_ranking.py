@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from math import inf
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import UsageError
-from penstock.planner.candidates import default_families, families_for, splits_backward
+from penstock.planner.candidates import PlanCandidate, default_families, families_for, splits_backward
 from penstock.planner.cluster import Cluster, Device, Interconnect
 from penstock.planner.fake_model import profile_config
 from penstock.planner.layout import MeshLayout, all_reduce, layouts
@@ -21,8 +22,8 @@ from penstock.planner.plan import config_for
 from penstock.planner.plans import Plans
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
-from penstock.planner.ranking import ROWS, SearchSpace, _sizes, candidates, rank_plans
-from penstock.schedule import FAMILIES
+from penstock.planner.ranking import RANKED, ROWS, SearchSpace, _sizes, candidates, rank_plans
+from penstock.schedule import FAMILIES, build, simulate
 from penstock.schedule.builders import _BY_NAME
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.account import optimizer_states
@@ -51,19 +52,48 @@ def plans(cluster: Cluster = SMALL) -> Plans:
     return rank_plans(config(), profile(), cluster)
 
 
-@pytest.mark.slow
-def test_the_best_plan_is_the_best_of_all_ways_priced_one_by_one() -> None:
+def every_way(layout: MeshLayout, cluster: Cluster = SMALL) -> list[PlanCandidate]:
     space = SearchSpace(32, optimizer_states(config()))
-    every = layouts(SMALL, most_stages=14, heads=8, batch=32, divisible=True)
-    found = [
-        candidate.seconds
-        for layout in every
-        for candidate in candidates(layout, lambda where, rows: Pricing(profile(), SMALL, where, rows), space)
-        if candidate.fullest.process <= SMALL.room
-    ]
-    best = plans().best
-    assert best.seconds <= min(found) * (1 + 1e-9)  # a searched schedule may be faster than every family
-    assert best.seconds >= 0.9 * min(found)
+    return list(candidates(layout, lambda where, rows: Pricing(profile(), cluster, where, rows), space))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", [3.5e8, 10e9])
+def test_the_ranking_is_that_of_all_ways_priced_one_by_one(memory: float) -> None:
+    """Bounds, shortcuts and shared figures save work, and change nothing."""
+    cluster = replace(SMALL, device=replace(SMALL.device, memory=memory))
+    best: dict[MeshLayout, float] = {}
+    for layout in layouts(cluster, most_stages=14, heads=8, batch=32, divisible=True):
+        for way in every_way(layout, cluster):
+            if way.fullest.process <= cluster.room:
+                key = replace(layout, inner="dp")
+                best[key] = min(best.get(key, inf), way.seconds)
+    found = plans(cluster)
+    first, *others = sorted(best.values())[:RANKED]
+    assert [plan.seconds for plan in found.ranked[1:]] == pytest.approx(others, rel=1e-9)
+    assert {replace(plan.layout, inner="dp"): plan.seconds for plan in found.ranked[1:]} == pytest.approx(
+        {key: seconds for key, seconds in best.items() if first < seconds <= max(others)}, rel=1e-9
+    )
+    assert 0.9 * first <= found.best.seconds <= first * (1 + 1e-9)  # a searched schedule may beat every family
+
+
+@pytest.mark.parametrize("layout", [MeshLayout(1, 8), MeshLayout(2, 4, sharded=True), MeshLayout(4, 2), MeshLayout(8)])
+def test_no_way_is_faster_or_smaller_than_its_bounds_say(layout: MeshLayout) -> None:
+    for way in every_way(layout):
+        assert way.bound <= way.seconds * (1 + 1e-9), way
+        assert way.least_bytes <= way.fullest.process * (1 + 1e-9), way
+        average = way.pricing.average(way.states).process
+        assert average <= way.least_bytes * (1 + 1e-9), way
+
+
+@pytest.mark.parametrize("name", [name for name in default_families() if FAMILIES[name].cap])
+def test_a_family_holds_no_more_than_its_cap_by_which_its_warm_up_is_bounded(name: str) -> None:
+    entry = FAMILIES[name]
+    assert entry.cap is not None
+    for ranks, microbatches in ((2, 1), (2, 7), (3, 9), (4, 16), (6, 11), (8, 24)):
+        for per_rank in (2, 3) if entry.layout == "loop" else (entry.stages_per_rank,):
+            held = simulate(build(name, ranks, microbatches, per_rank)).peak_activations
+            assert max(held) <= entry.cap(ranks, per_rank), (ranks, microbatches, per_rank)
 
 
 def test_plans_are_ranked_and_use_every_device() -> None:
@@ -82,7 +112,7 @@ def test_what_does_not_fit_is_rejected_with_its_numbers() -> None:
     tight = replace(SMALL, device=replace(SMALL.device, memory=4e8))
     found = plans(tight)
     replicas = next(each for each in found.rejected if each.layout == MeshLayout(1, 8))
-    assert "per device, of 360.0 MB that a plan may fill" in replicas.why
+    assert "per device, of 360 MB that a plan may fill" in replicas.why
     assert "optimizer" in replicas.why
     assert all(plan.peak.process <= 3.6e8 for plan in found.ranked)
 
@@ -97,6 +127,17 @@ def test_more_memory_as_advised_gives_the_plan_that_was_promised() -> None:
     assert plans(replace(tight, device=replace(tight.device, memory=3.5e8 + more))).best.seconds <= 1.001 * float(
         seconds
     )
+
+
+def test_fewer_devices_are_named_where_they_do_as_well() -> None:
+    """More devices once gave a slower plan without a word."""
+    slow = replace(SMALL, hosts=8, between=Interconnect(bandwidth=1e7, latency=1e-2))
+    advice = next(line for line in plans(slow).advice if line.startswith("devices: "))
+    world, seconds = re.match(r"devices: (\d+) of the 32 take ([\d.]+) s", advice).groups()  # type: ignore[union-attr]
+    assert world == "4"  # one host
+    part = plans(replace(slow, hosts=1))
+    assert part.best.seconds <= 1.001 * float(seconds) < plans(slow).best.seconds
+    assert not any(line.startswith("devices: ") for line in part.advice)
 
 
 def test_batches_that_few_powers_of_two_divide_are_divided_by_other_numbers() -> None:
@@ -159,13 +200,22 @@ def test_a_module_and_a_function_that_builds_it_are_planned_alike_and_left_alone
     model = Twice()
     before = [each.clone() for each in model.parameters()]
     example = (torch.zeros(3, 16),)
-    found = [penstock.plan(each, SMALL, batch=16, example=example, layout=MeshLayout(2, 4)) for each in (model, Twice)]
+    pair = replace(SMALL, hosts=1, devices=2)
+    found = [penstock.plan(each, pair, batch=4, example=example, layout=MeshLayout(2)) for each in (model, Twice)]
     assert found[0].best.seconds == found[1].best.seconds
     assert found[0].parameters == sum(each.numel() for each in model.parameters())
     assert all(map(torch.equal, before, model.parameters()))
     with penstock.Pipeline(model, plan=found[0].best, loss_fn=nn.MSELoss(), example=example) as pipe:
         result = pipe.step(torch.ones(4, 16), target=torch.zeros(4, 16))
     assert result.loss.item() == pytest.approx(nn.MSELoss()(model(torch.ones(4, 16)), torch.zeros(4, 16)).item())
+
+
+def test_a_plan_with_replicas_is_no_plan_for_one_pipeline() -> None:
+    """A pipeline without a mesh once ran one replica of a plan for four, without a word."""
+    example = (torch.zeros(3, 16),)
+    found = penstock.plan(Twice, SMALL, batch=16, example=example, layout=MeshLayout(2, 4))
+    with pytest.raises(UsageError, match=r"the plan is for pp 2 x dp 4.*pass mesh=, a DeviceMesh with the axes pp, dp"):
+        penstock.Pipeline(Twice(), plan=found.best, loss_fn=nn.MSELoss(), example=example)
 
 
 @pytest.mark.parametrize(

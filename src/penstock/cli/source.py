@@ -65,6 +65,7 @@ Source = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Steps = Annotated[int, count("Steps that ranks run back to back, without waiting for each other in between.")]
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,16 @@ def read_proved(source: str, sizes: Sizes) -> Schedule:
     if is_file(source):
         verify(schedule)
     return schedule
+
+
+def check_steps(schedule: Schedule, steps: int) -> None:
+    """Refuse more steps of a schedule than fit into memory."""
+    computes = steps * 3 * schedule.stages * schedule.microbatches
+    if steps > 1 and computes > MOST_COMPUTES:
+        raise UsageError(
+            f"{steps} steps of {schedule.microbatches} microbatches in {counted(schedule.stages, 'stage')} are "
+            f"{computes:,} computes; the command takes {MOST_COMPUTES:,} at most; give fewer --steps"
+        )
 
 
 def read_one_of(source: str, sizes: Sizes) -> Schedule:

@@ -66,7 +66,13 @@ def with_plan(given: dict[str, Any]) -> dict[str, Any]:
         return given
     if not hasattr(plan, "pipeline_arguments"):
         raise UsageError(f"plan={type(plan).__name__}: pass a plan of penstock.plan(), such as plans.best")
-    planned = plan.pipeline_arguments()
+    planned, layout = plan.pipeline_arguments(), plan.layout
+    axes = [name for name in ("dp", "tp") if layout.size(name) > 1]
+    if axes and given["mesh"] is None:
+        raise UsageError(
+            f"the plan is for {layout}, and without mesh= there is one pipeline of {layout.pp} ranks; pass mesh=, a "
+            f"DeviceMesh with the axes {', '.join(['pp', *axes])}, or a plan for a cluster of {layout.pp} devices"
+        )
     unset = {"stages": None, "microbatches": None, "schedule": "1f1b", "recompute": "never", "balance": None}
     twice = [name for name, value in {**unset, "split_at": ()}.items() if given[name] != value]
     if twice:

@@ -91,7 +91,8 @@ class PlanCandidate:
         """A figure that families with the same stages on each rank have in common."""
         if self.searched is not None:
             return find()
-        key = what, self.cuts, self.split, FAMILIES[self.family].layout, self.recompute
+        split = self.is_measured and self.split  # counted times are the same
+        key = what, self.cuts, self.family if what == "bound" else FAMILIES[self.family].layout, split, self.recompute
         if key not in self.pricing.shared:
             self.pricing.shared[key] = find()
         found: Found = self.pricing.shared[key]
@@ -136,7 +137,32 @@ class PlanCandidate:
             most = max(most, fill + self.microbatches * work)
             first = own[0]
             fill += first.forward + (0.0 if self.split else first.input + first.weight + again[0])
+        cap = None if self.searched is not None else FAMILIES[self.family].cap
+        if cap is not None:
+            most = max(most, self._warm_up(cap(self.layout.pp, self.stages_per_rank)))
         return most + sum(self.around)
+
+    def _warm_up(self, cap: int) -> float:
+        """Seconds that the first rank takes at least if it holds no more than `cap` microbatch-stages.
+
+        A stage's first gradient comes when a microbatch has been through all stages and back. Until then the rank gives
+        back nothing of that stage and of those before it, so no more than `cap` forwards of these have run, and what
+        its later stages did was for these microbatches. All other work is still to do.
+        """
+        stages, found, later, behind = self.stages, 0.0, 0.0, 0.0
+        again = [each.again if self.recompute else 0.0 for each in stages]
+        own = FAMILIES[self.family].placed(self.layout.pp, self.stages_per_rank).stages_of(0)
+        work = {each: stages[each].forward + stages[each].input + stages[each].weight + again[each] for each in own}
+        forward = sum(each.forward for each in stages)
+        for number in reversed(range(len(stages))):
+            if number in work:
+                until = [stages[each].forward for each in own if each < number]
+                done = cap * max([*until, stages[number].forward + later])
+                done = min(done, self.microbatches * (sum(until) + stages[number].forward + later))
+                found = max(found, forward + behind + self.microbatches * sum(work.values()) - done)
+                later += work[number]
+            behind += stages[number].input + again[number]
+        return found
 
     @cached_property
     def peaks(self) -> list[tuple[float, float]]:
@@ -145,8 +171,9 @@ class PlanCandidate:
             peaks = peaks_with_gradients(self.searched, self.costs, self._gradients)
         else:
             peaks = self._peaks_of(self.microbatches)
-        extra = [max(each.extra + (each.burst if self.recompute else 0.0) for each in own) for own in self.own]
-        found = [(alone + more, both + more) for (alone, both), more in zip(peaks, extra, strict=True)]
+        found = [
+            (alone + more, both + more) for (alone, both), more in zip(peaks, map(self._extra, self.own), strict=True)
+        ]
         if not self.accumulated:
             return found
         whole = [sum(map(self.pricing.gradient_bytes, own)) for own in self.own]
@@ -174,29 +201,39 @@ class PlanCandidate:
         return max(self.memory, key=lambda each: each.process)
 
     @property
-    def static_bytes(self) -> float:
-        """What the fullest rank holds without activations."""
-        return self._once("static", self._static_bytes)
+    def least_bytes(self) -> float:
+        """What the fullest rank holds at least: with the activations of one stage, whatever the schedule."""
+        return self._once("least", self._least_bytes)
 
-    def _static_bytes(self) -> float:
-        return max(self.pricing.memory(own, 0.0, self.states).process for own in _different(self.own))
+    def _least_bytes(self) -> float:
+        found = 0.0
+        for own in _different(self.own):
+            kept, extra = max(each.kept if self.recompute else each.saved for each in own), self._extra(own)
+            together = max(kept, sum(map(self.pricing.gradient_bytes, own))) + extra
+            found = max(found, self.pricing.memory(own, kept + extra, self.states, together).process)
+        return found
+
+    def _extra(self, own: Sequence[StageCosts]) -> float:
+        """Bytes that a rank needs for a moment, in addition to what its schedule holds."""
+        return max(each.extra + (each.burst if self.recompute else 0.0) for each in own)
 
     def needs_more_than(self, room: float) -> float:
         """How many bytes the fullest rank needs beyond `room`, nearly at least, and 0 where that is not sure.
 
         It is found out on schedules that are cheaper than its own: of a few ranks, then of a few microbatches.
         """
-        ranks, states = self.layout.pp, self.states
+        ranks = self.layout.pp
         if ranks > SMALL:
-            flight = _in_flight(self.family, min(3, self.stages_per_rank)) * SURE * ranks
-            kept = sum(each.kept if self.recompute else each.saved for each in self.own[0])
-            first = self.pricing.memory(self.own[0], min(self.microbatches - 1, flight) * kept, states).process
+            own = self.own[0]
+            flight = min(self.microbatches - 1, SURE * _in_flight(self.family, min(3, self.stages_per_rank)) * ranks)
+            kept = flight * sum(each.kept if self.recompute else each.saved for each in own)
+            first = self.pricing.memory(own, kept + self._extra(own), self.states).process
             if first > room:
                 return first - room
         if self.microbatches <= ranks:
             return 0.0
         found = max(
-            self.pricing.memory(own, alone, states, NEARLY * both).process
+            self.pricing.memory(own, alone, self.states, NEARLY * both).process
             for own, (alone, both) in zip(self.own, self._peaks_of(ranks), strict=True)
         )
         return max(0.0, found - room)

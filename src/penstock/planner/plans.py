@@ -124,11 +124,6 @@ def no_plan(plans: Plans) -> str:
     return "\n".join([f"no layout of {plans.cluster.world} devices can train {model}:", *worst, remedy])
 
 
-def bytes_text(count: float) -> str:
-    """A number of bytes in words."""
-    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
-
-
 def count_text(count: float) -> str:
     """A large number in words."""
     for size, name in ((1e9, "billion"), (1e6, "million")):

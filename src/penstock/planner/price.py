@@ -12,11 +12,11 @@ of the stages (`simulate`); after it come what is left of the reduction of gradi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.model.balance.partition import partition
 from penstock.planner.cluster import Cluster
@@ -29,6 +29,7 @@ from penstock.train.run.memory import Memory
 
 UPDATE_READS = 2  # times that an optimizer reads and writes each of its numbers
 BUCKET = 25 * 2**20  # bytes of gradients that travel together
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Pricing:
         self.profile, self.cluster, self.layout, self.rows = profile, cluster, layout, rows
         self.units = profile.units(rows / layout.cp)
         self.shared: dict[Any, Any] = {}  # what candidates have in common
+        self._alike = profile.notes((cluster, layout.tp, layout.cp, rows))  # and what layouts have
 
     def shares(self, cuts: tuple[int, ...], split: bool) -> dict[str, float]:
         """Where the time of one microbatch on the whole model goes, by name: seconds."""
@@ -75,11 +77,21 @@ class Pricing:
     @property
     def work(self) -> float:
         """Seconds of one microbatch that a rank of the pipeline has on average, nothing recomputed."""
-        return sum(map(sum, self.seconds)) / self.layout.pp
+        return self._noted("work", lambda: sum(map(sum, self.seconds))) / self.layout.pp
 
-    @cached_property
+    def _noted(self, key: object, find: Callable[[], Found]) -> Found:
+        """A figure that layouts with as much tensor and context parallelism have in common."""
+        if key not in self._alike:
+            self._alike[key] = find()
+        found: Found = self._alike[key]
+        return found
+
+    @property
     def seconds(self) -> list[tuple[float, float, float]]:
         """F, I and W of each unit."""
+        return self._noted("seconds", self._all_seconds)
+
+    def _all_seconds(self) -> list[tuple[float, float, float]]:
         known = {id(unit.forward): unit for unit in self.units}  # layers that repeat are one object
         times = {key: self._seconds(unit) for key, unit in known.items()}
         return [times[id(unit.forward)] for unit in self.units]
@@ -119,6 +131,9 @@ class Pricing:
 
     def cut(self, stages: int) -> tuple[int, ...] | None:
         """The units that stages 1, 2, ... begin with, so that the longest stage is short; None if there are too few."""
+        return self._noted(("cut", stages), lambda: self._cut(stages))
+
+    def _cut(self, stages: int) -> tuple[int, ...] | None:
         if self.cluster.software.name == "megatron":
             return self._equal_cut(stages)
         times = [sum(each) for each in self.seconds]
@@ -216,7 +231,10 @@ class Pricing:
         return found
 
     def _find_stages(self, cuts: tuple[int, ...], split: bool) -> list[StageCosts]:
-        known: dict[tuple[object, ...], StageCosts] = {}
+        return self._noted(("stages", cuts), lambda: self._count_stages(cuts))
+
+    def _count_stages(self, cuts: tuple[int, ...]) -> list[StageCosts]:
+        known: dict[tuple[object, ...], StageCosts] = self._noted("known", dict)
         found = []
         for begin, end in pairwise([0, *cuts, len(self.units)]):
             kinds = [id(unit.forward) for unit in self.units[max(0, begin - 1) : end]]
@@ -268,6 +286,15 @@ class Pricing:
         shares = layout.dp if layout.sharded else 1
         state = sum(each.trained for each in own) / shares * (2 * element.state + element.master + 2 * element.weight)
         return max(last, reduce - hidden), UPDATE_READS * state / self.cluster.device.bandwidth
+
+    def average(self, states: float) -> Memory:
+        """What a rank holds without activations if all hold as much: the fullest one has at least that."""
+        tp, pp = self.layout.tp, self.layout.pp
+        numbers, trained = (
+            sum(getattr(unit, name).at(tp) for unit in self.units) / pp for name in ("parameters", "trained")
+        )
+        nothing = dict.fromkeys((each.name for each in fields(StageCosts)), 0.0)
+        return self.memory([StageCosts(**{**nothing, "numbers": numbers, "trained": trained})], 0.0, states)
 
     def gradient_bytes(self, stage: StageCosts) -> float:
         """Bytes of the gradients of a stage that a rank keeps until the update."""

@@ -92,6 +92,14 @@ class Profile:
     def _by_rows(self) -> dict[float, tuple[Unit, ...]]:
         return {}
 
+    def notes(self, of: object) -> dict[Any, Any]:
+        """Where to note figures that follow from this profile and `of`, so that they are found once."""
+        return self._notes.setdefault(of, {})
+
+    @cached_property
+    def _notes(self) -> dict[object, dict[Any, Any]]:
+        return {}
+
     def _units(self, rows: float) -> tuple[Unit, ...]:
         known: dict[tuple[int, int], Unit] = {}  # layers that repeat are one object
         for one, two in zip(self.one, self.two, strict=True):

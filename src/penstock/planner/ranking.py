@@ -7,32 +7,38 @@ a fraction of the work.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from heapq import heappop, heappush
-from itertools import chain, count
+from itertools import count
 from math import inf
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from penstock.errors import UsageError
 from penstock.planner.candidates import PlanCandidate, default_families, families_for
 from penstock.planner.cluster import Cluster
 from penstock.planner.layout import MeshLayout, layouts
-from penstock.planner.plans import Plan, Plans, Rejected, bytes_text
+from penstock.planner.plans import Plan, Plans, Rejected
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
 from penstock.schedule import family, search_report, simulate
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.account import optimizer_states
+from penstock.train.run.memory import Memory
+from penstock.view.figures import bytes_text
 
 PER_RANK = (1, 2, 3, 4, 6, 8)  # stages per rank that are tried
 ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of a microbatch
 FEW_SIZES = 4  # where fewer of these divide a batch, its other divisors are looked at too
 RANKED = 10  # layouts that are priced to the end
 SEARCHED, EFFORT = 512, 300  # microbatch-stages of plans whose schedule is also searched for; orders that are priced
+ALIKE = 1.01  # times as many seconds are as few
 WORTH = 0.01  # of the makespan: what a searched schedule must save
 PricingOf = Callable[[MeshLayout, int], Pricing]
+OfCut = Callable[[], Iterable[PlanCandidate]]
 Key = TypeVar("Key")
 
 
@@ -50,18 +56,29 @@ class SearchSpace:
 
 def candidates(layout: MeshLayout, pricing_of: PricingOf, space: SearchSpace) -> Iterator[PlanCandidate]:
     """Every way to run a layout."""
+    for _, of_cut in _cuts_of(layout, pricing_of, space):
+        yield from of_cut()
+
+
+def _cuts_of(layout: MeshLayout, pricing_of: PricingOf, space: SearchSpace) -> Iterator[tuple[float, OfCut]]:
+    """Every size of microbatches and number of stages of a layout: seconds at least, and what finds the candidates."""
     share = space.batch // layout.dp
     for rows in _sizes(share, space.rows):
         pricing = pricing_of(layout, rows)
         for per_rank in space.per_rank if layout.pp > 1 else (1,):
-            cuts = pricing.cut(layout.pp * per_rank)
-            if cuts is None:
-                continue
-            if per_rank > 1 and share // rows % layout.pp and pricing.cluster.software.whole_rounds:
-                continue
-            for name in families_for(layout.pp, per_rank, space.schedules):
-                for recompute in space.recompute:
-                    yield PlanCandidate(pricing, name, per_rank, share // rows, recompute, tuple(cuts), space.states)
+            if per_rank == 1 or share // rows % layout.pp == 0 or not pricing.cluster.software.whole_rounds:
+                of_cut = partial(_candidates_of_cut, pricing, per_rank, share // rows, space)
+                yield share // rows * pricing.work, of_cut
+
+
+def _candidates_of_cut(
+    pricing: Pricing, per_rank: int, microbatches: int, space: SearchSpace
+) -> Iterator[PlanCandidate]:
+    cuts = pricing.cut(pricing.layout.pp * per_rank)
+    if cuts is not None:
+        for name in families_for(pricing.layout.pp, per_rank, space.schedules):
+            for recompute in space.recompute:
+                yield PlanCandidate(pricing, name, per_rank, microbatches, recompute, tuple(cuts), space.states)
 
 
 def _sizes(share: int, rows: Sequence[int]) -> list[int]:
@@ -93,38 +110,39 @@ class _Choice:
 
 def choose(found: Iterable[PlanCandidate], room: float) -> _Choice:
     """The fastest candidate that fits into `room` bytes."""
-    return _choose_each({None: found}, {None: 0.0}, room)[None]
+    return _choose_each({None: [(0.0, lambda: found)]}, room)[None]
 
 
 def _choose_each(
-    groups: Mapping[Key, Iterable[PlanCandidate]], bounds: Mapping[Key, float], room: float
+    groups: Mapping[Key, Iterable[tuple[float, OfCut]]], room: float, ranked: int = RANKED, within: float = inf
 ) -> dict[Key, _Choice]:
-    """The fastest candidate of each group that fits into `room` bytes, of the `RANKED` fastest groups.
+    """The fastest candidate of each group that fits into `room` bytes, of the `ranked` fastest groups.
 
-    Groups and candidates wait in one queue, by the time that they take at least: a group as a whole first, then each of
-    its candidates by its work alone, then by its own bound. So nothing is opened, or simulated, whose bound is above
-    the time of what is chosen in the end.
+    Nothing that takes more than `within` seconds is looked at.
+
+    Cuts and candidates wait in one queue, by the time that they take at least: the candidates of a cut together, by the
+    model's work alone, then each of them by its own bound. So no model is cut, and nothing is simulated, whose bound
+    is above the time of what is chosen in the end.
     """
     choices = {key: _Choice() for key in groups}
     without: set[tuple[object, ...]] = set()  # what fits without recomputing, and is not slower then
     numbers = count()
-    queue: list[tuple[float, int, Key, PlanCandidate | None, bool]] = []
-    for key in groups:
-        heappush(queue, (bounds[key], next(numbers), key, None, False))
-    limit = inf
+    queue: list[tuple[float, int, Key, OfCut | PlanCandidate]] = []
+    for key, cuts in groups.items():
+        for bound, of_cut in cuts:
+            heappush(queue, (bound, next(numbers), key, of_cut))
+    limit = within
     while queue:
-        bound, _, key, candidate, is_own = heappop(queue)
+        bound, _, key, candidate = heappop(queue)
         choice = choices[key]
         if bound >= (1 - 1e-9) * min(choice.seconds, limit):
             choice.bound = min(choice.bound, bound)
-        elif candidate is None:
-            for each in groups[key]:
-                heappush(queue, (each.microbatches * each.pricing.work, next(numbers), key, each, False))
-        elif not is_own:
-            if candidate.static_bytes > room:
-                choice.reject(candidate, candidate.static_bytes - room)
-            else:
-                heappush(queue, (candidate.bound, next(numbers), key, candidate, True))
+        elif not isinstance(candidate, PlanCandidate):
+            for each in candidate():
+                if each.least_bytes > room:
+                    choice.reject(each, each.least_bytes - room)
+                else:
+                    heappush(queue, (each.bound, next(numbers), key, each))
         elif (way := (candidate.pricing, candidate.family, candidate.stages_per_rank)) not in without:
             excess = candidate.needs_more_than(room) or candidate.fullest.process - room
             if excess > 0:
@@ -134,7 +152,7 @@ def _choose_each(
             if candidate.seconds < choice.seconds:
                 choice.best, choice.seconds = candidate, candidate.seconds
                 fastest = sorted(each.seconds for each in choices.values())
-                limit = fastest[RANKED - 1] if len(fastest) >= RANKED else inf
+                limit = min(within, fastest[ranked - 1]) if len(fastest) >= ranked else within
     return choices
 
 
@@ -151,13 +169,50 @@ def rank_plans(
     space = space or SearchSpace(config.data.batch, optimizer_states(config))
     pricing_of = cache(pricing_of or (lambda layout, rows: Pricing(profile, cluster, layout, rows)))
     every = layouts_of(profile, cluster, space.batch) if among is None else among
-    chosen, rejected = _choose_all(every, pricing_of, space, cluster.room)
+    with _no_collections():
+        chosen, rejected = _choose_all(every, pricing_of, space, cluster.room)
     found = [(layout, choice.best) for layout, choice in chosen if choice.best is not None]
     if found:
         found[0] = found[0][0], _searched(found[0][1])
     plans = [make_plan(config, candidate, profile, cluster) for _, candidate in found]
-    advice = tuple(_advice(plans[0], [choice for _, choice in chosen], cluster)) if plans else ()
-    return Plans(tuple(plans), tuple(rejected), advice, cluster, profile.parameters)
+    advice = [*_advice(plans[0], [choice for _, choice in chosen], cluster)] if plans else []
+    if plans and among is None:
+        advice += _fewer_devices(plans[0].seconds, profile, cluster, space)
+    return Plans(tuple(plans), tuple(rejected), tuple(advice), cluster, profile.parameters)
+
+
+def _fewer_devices(seconds: float, profile: Profile, cluster: Cluster, space: SearchSpace) -> Iterator[str]:
+    """What a half, a quarter, ... of the devices would take, if that is as little as `seconds`."""
+    part, best, within = cluster, None, ALIKE * seconds
+    while part.world > 1:
+        size = replace(part, hosts=part.hosts // 2) if part.hosts > 1 else replace(part, devices=part.devices // 2)
+        part, pricing_of = size, cache(partial(Pricing, profile, size))
+        every = layouts(part, **_limits_of(profile), batch=space.batch)
+        ways = {layout: [*_cuts_of(layout, pricing_of, space)] for layout in every}
+        if min((bound for group in ways.values() for bound, _ in group), default=inf) >= within:
+            break  # nothing can be faster, on these and on fewer
+        with _no_collections():
+            choices = _choose_each(ways, part.room, 1, within)
+        found = min(choices.values(), key=lambda choice: choice.seconds)
+        if found.best is not None and found.seconds < within:
+            best, within = (part, found.best), found.seconds
+    if best is not None:
+        yield (
+            f"devices: {best[0].world} of the {cluster.world} take {best[1].seconds:.4g} s, with {best[1].layout} and "
+            f"{best[1].family}; more of them do not help a batch of {space.batch} rows"
+        )
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Leave out Python's search for cycles, of which schedules have none: it is a fifth of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _choose_all(
@@ -167,24 +222,19 @@ def _choose_all(
     groups: dict[MeshLayout, list[MeshLayout]] = {}  # both placements on hosts are one layout
     for layout in every:
         groups.setdefault(replace(layout, inner="dp"), []).append(layout)
-    bounds = {
-        layout: min(
-            (space.batch / layout.dp / rows * pricing_of(each, rows).work for each in group for rows in space.rows),
-            default=0.0,
-        )
-        for layout, group in groups.items()
-    }
+    least = {layout: pricing_of(group[0], 1).average(space.states) for layout, group in groups.items()}
     ways = {
-        layout: chain.from_iterable(candidates(each, pricing_of, space) for each in group)
+        layout: [way for each in group for way in _cuts_of(each, pricing_of, space)]
         for layout, group in groups.items()
+        if least[layout].process <= room
     }
-    found = _choose_each(ways, bounds, room)
+    found = _choose_each(ways, room)
     chosen = sorted(
         ((layout, choice) for layout, choice in found.items() if choice.best is not None),
         key=lambda each: each[1].seconds,
     )
     rejected: list[Rejected] = []
-    for layout in sorted(groups, key=lambda each: bounds[each]):
+    for layout in sorted(ways, key=lambda each: min((bound for bound, _ in ways[each]), default=inf)):
         choice = found[layout]
         if choice.best is None and choice.bound < inf:
             rejected.append(Rejected(layout, f"takes {choice.bound:.4g} s at least, longer than the plans above"))
@@ -192,15 +242,16 @@ def _choose_all(
             rejected.append(Rejected(layout, _why_not(layout, choice, room, space)))
     for layout, choice in chosen[RANKED:]:
         rejected.append(Rejected(layout, f"takes {choice.seconds:.4g} s, longer than the plans above"))
+    for layout in sorted(groups.keys() - ways.keys(), key=lambda each: least[each].process):
+        rejected.append(Rejected(layout, _too_much(least[layout], room, "before any activation")))
     return chosen[:RANKED], rejected
 
 
 def layouts_of(profile: Profile, cluster: Cluster, batch: int) -> list[MeshLayout]:
     """Every layout that a model can have on a cluster."""
-    places = sum(profile.counts_of(()))
-    divisible = any(unit.parameters.divided for unit in profile.one)
-    found = list(layouts(cluster, most_stages=places, heads=profile.attention, batch=batch, divisible=divisible))
+    found = list(layouts(cluster, **_limits_of(profile), batch=batch))
     if not found:
+        places = sum(profile.counts_of(()))
         raise UsageError(
             f"a batch of {batch} rows cannot be divided over {cluster.world} devices: no pp x dp x tp of that product "
             f"has a dp that divides it, and a pp of at most {places} pieces of the model; a multiple of "
@@ -209,17 +260,26 @@ def layouts_of(profile: Profile, cluster: Cluster, batch: int) -> list[MeshLayou
     return found
 
 
+def _limits_of(profile: Profile) -> dict[str, Any]:
+    """What a model says of the layouts that it can have."""
+    divisible = any(unit.parameters.divided for unit in profile.one)
+    return {"most_stages": sum(profile.counts_of(())), "heads": profile.attention, "divisible": divisible}
+
+
 def _why_not(layout: MeshLayout, choice: _Choice, room: float, space: SearchSpace) -> str:
     if choice.closest is None:
         return f"no rows per microbatch divide its {space.batch // layout.dp} rows per replica, or too few layers"
     candidate = choice.closest
-    memory = candidate.fullest
+    family = f"{candidate.family}{', recomputed' if candidate.recompute else ''}"
+    return _too_much(candidate.fullest, room, family)
+
+
+def _too_much(memory: Memory, room: float, what: str) -> str:
     parts = ", ".join(
         f"{name} {bytes_text(getattr(memory, name))}" for name in ("weights", "gradients", "optimizer", "activations")
     )
     return (
-        f"needs {bytes_text(memory.process)} per device, of {bytes_text(room)} that a plan may fill "
-        f"({candidate.family}{', recomputed' if candidate.recompute else ''}: {parts})"
+        f"needs {bytes_text(memory.process)} per device, of {bytes_text(room)} that a plan may fill ({what}: {parts})"
     )
 
 

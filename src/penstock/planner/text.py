@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from penstock.planner.plans import Plan, Plans, bytes_text, count_text, no_plan
+from penstock.planner.plans import Plan, Plans, count_text, no_plan
 from penstock.train.run.memory import Memory, memory_document
-from penstock.view.figures import percent, table, time_text
+from penstock.view.figures import bytes_text, percent, table, time_text
 
 KINDS = tuple(field.name for field in fields(Memory))
 

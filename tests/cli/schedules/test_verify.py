@@ -40,6 +40,7 @@ def test_a_file_of_computes_is_proved_with_its_transfers_added(tmp_path: Path) -
         "sharding": 0,
         "messages": 4,
         "faults": [],
+        "steps": 1,
     }
 
 
@@ -77,3 +78,18 @@ def test_the_proof_of_a_sharded_file_without_transfers_says_what_was_proved(shar
     assert "6 sharding actions: each stage is whole when it computes" in result.stdout
     assert "sharding but no transfers: they were added to its computes alone" in result.stdout
     assert json.loads(run("verify", sharded, "--json").stdout)["sharding"] == 6
+
+
+def test_steps_that_overlap_are_proved_where_they_are_asked_for(sharded: Path) -> None:
+    sentence = "  3 steps back to back, no rank waiting for the others in between: no deadlock either\n"
+    for source in ("zb-v", sharded):
+        assert sentence in run("verify", source, "--steps", 3).stdout
+        assert "steps" not in run("verify", source).stdout
+    assert json.loads(run("verify", "zb-v", "--steps", 3, "--json").stdout)["steps"] == 3
+
+
+def test_more_steps_than_memory_holds_are_refused() -> None:
+    result = run("verify", "1f1b", "--steps", 1_000_000)
+    assert result.exit_code == 2
+    assert "1000000 steps of 8 microbatches in 4 stages are 96,000,000 computes" in result.stderr
+    assert "give fewer --steps" in result.stderr

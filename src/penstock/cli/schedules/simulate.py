@@ -9,9 +9,10 @@ import typer
 
 from penstock.cli.output import fold, guarded, number, terminal_width, working, write, write_json
 from penstock.cli.schedules.costs import CostOptions, amount
-from penstock.cli.source import AsJson, Sizes, Source, count, described, identity, read_proved
-from penstock.schedule import Costs, Schedule, Span, Spread, SteadyState, Timeline, steady_state, what_if
+from penstock.cli.source import AsJson, Sizes, Source, Steps, check_steps, count, described, identity, read_proved
+from penstock.schedule import Costs, Span, Spread, SteadyState, Timeline, steady_state, what_if
 from penstock.schedule import simulate as price
+from penstock.schedule.repeated import repeated
 from penstock.view.figures import percent, table
 
 PATH_ENDS = 8  # actions of the critical path that are shown at either end
@@ -28,6 +29,7 @@ def simulate(
     source: Source,
     sizes: Sizes,
     given: CostOptions,
+    steps: Steps = 1,
     jitter: Jitter = "0",
     draws: Draws = 100,
     seed: Seed = 0,
@@ -36,19 +38,22 @@ def simulate(
     """Price a schedule: makespan, idle share, peak memory and critical path.
 
     Times are in any unit, the same for all; so is memory. Overlapped pairs are priced one part after the other
-    unless --overlap says what they take.
+    unless --overlap says what they take. With --steps, all but the steady state is of that many steps together.
     """
     share = amount("--jitter", jitter)
     schedule = read_proved(source, sizes)
     costs = given.read(schedule.stages)
+    check_steps(schedule, steps)
     with working(f"simulating {source}"):
-        timeline, steady = price(schedule, costs), steady_state(schedule, costs)
-        spread = what_if(schedule, costs, jitter=share, draws=draws, seed=seed) if share else None
+        together = repeated(schedule, steps)
+        timeline, steady = price(together, costs), steady_state(schedule, costs)
+        spread = what_if(together, costs, jitter=share, draws=draws, seed=seed) if share else None
     draw = {"jitter": share, "draws": draws, "seed": seed}
     if as_json:
-        write_json(_document(schedule, costs, timeline, steady, spread, draw))
+        write_json({**identity(schedule), "steps": steps, **_document(costs, timeline, steady, spread, draw)})
     else:
-        _report(f"{described(schedule, source)}; {_stated(costs)}", timeline, steady, spread, draw)
+        of = f"; {steps} steps back to back" if steps > 1 else ""
+        _report(f"{described(schedule, source)}; {_stated(costs)}{of}", timeline, steady, spread, draw)
 
 
 def _report(title: str, timeline: Timeline, steady: SteadyState, spread: Spread | None, draw: dict[str, Any]) -> None:
@@ -104,15 +109,9 @@ def _path(path: tuple[Span, ...]) -> str:
 
 
 def _document(
-    schedule: Schedule,
-    costs: Costs,
-    timeline: Timeline,
-    steady: SteadyState,
-    spread: Spread | None,
-    draw: dict[str, Any],
+    costs: Costs, timeline: Timeline, steady: SteadyState, spread: Spread | None, draw: dict[str, Any]
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
-        **identity(schedule),
         "costs": asdict(costs),
         "makespan": timeline.makespan,
         "idle_share": timeline.bubble,

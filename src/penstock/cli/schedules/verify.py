@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from penstock.cli.output import document_of, guarded, working, write, write_faults, write_json
-from penstock.cli.source import AsJson, Sizes, Source, described, identity, read
+from penstock.cli.source import AsJson, Sizes, Source, Steps, check_steps, described, identity, read
 from penstock.errors import Fault, ScheduleError
 from penstock.schedule import Op, Schedule, faults, lower
 from penstock.schedule.proof.certificate import RULES, certificate_of
@@ -19,22 +19,23 @@ COUNTED = (("computes", Op.F, Op.W), ("transfers", Op.SEND_F, Op.RECV_B), ("shar
 
 
 @guarded
-def verify(source: Source, sizes: Sizes, as_json: AsJson = False) -> None:
+def verify(source: Source, sizes: Sizes, steps: Steps = 1, as_json: AsJson = False) -> None:
     """Prove that a schedule is complete, in order and free of deadlock.
 
     A schedule of computes alone is proved as it is, and again with its transfers added. Exit code 1 and
-    every fault, with rank, position and action, when it is not.
+    every fault, with rank, position and action, when it is not. With --steps, also that so many steps cannot deadlock.
     """
     try:
         with working(f"proving {source}"):
             schedule = read(source, sizes)
-            found, program = _prove(schedule)
+            check_steps(schedule, steps)
+            found, program = _prove(schedule, steps)
     except ScheduleError as error:  # it could not even be read
         schedule, found, program = None, list(error.faults), None
     if as_json:
-        write_json(_document(schedule, program, found))
+        write_json({**_document(schedule, program, found), "steps": steps})
     elif schedule is not None and program is not None:
-        write("\n".join([f"proved: {described(schedule, source)}", *_sentences(schedule, program)]))
+        write("\n".join([f"proved: {described(schedule, source)}", *_sentences(schedule, program, steps)]))
     else:
         title = described(schedule, source) if schedule is not None else source
         write_faults(title, found)
@@ -42,13 +43,13 @@ def verify(source: Source, sizes: Sizes, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def _prove(schedule: Schedule) -> tuple[list[Fault], Schedule | None]:
+def _prove(schedule: Schedule, steps: int) -> tuple[list[Fault], Schedule | None]:
     """The faults of the schedule, or else of its program; and the program, where it is sound."""
-    found = faults(schedule)
+    found = faults(schedule, steps)
     if found or "transfers" in schedule.passes:
         return found, None if found else schedule
     program = lower(schedule.compute()) if schedule.passes else lower(schedule)
-    found = faults(program)
+    found = faults(program, steps)
     return found, None if found else program
 
 
@@ -59,7 +60,7 @@ def _counts(schedule: Schedule) -> dict[str, int]:
     return {**counts, "messages": counts["transfers"] // 2}
 
 
-def _sentences(schedule: Schedule, program: Schedule) -> list[str]:
+def _sentences(schedule: Schedule, program: Schedule, steps: int) -> list[str]:
     counts = _counts(schedule) | {name: _counts(program)[name] for name in ("transfers", "messages")}
     backward = "and no backward" if schedule.forward_only else "and one backward (B, or I and W)"
     given = "in the file" if schedule is program else "added here"
@@ -78,6 +79,8 @@ def _sentences(schedule: Schedule, program: Schedule) -> list[str]:
                 "  the file has sharding but no transfers: they were added to its computes alone, and proved so"
             )
     lines.append("  no deadlock: the program ends with nothing buffered, so it ends on every transport")
+    if steps > 1:
+        lines.append(f"  {steps} steps back to back, no rank waiting for the others in between: no deadlock either")
     lines.append(f"  certificate {certificate_of(program).digest} (rules {RULES})")
     return lines
 

@@ -101,6 +101,17 @@ class Problem:
         options: dict[str, Any] = {"objective": self.objective, "recompute": self.recompute}
         return Problem(self.placement, microbatches, self.costs, self.memory, **options)
 
+    @cached_property
+    def even(self) -> Problem:
+        """The same with all stages as long as they are on average, in the same memory; itself where they are."""
+        names = ("forward", "input", "weight")
+        times = {name: self.costs.per_stage(name, self.stages) for name in names}
+        if all(len(set(each)) == 1 for each in times.values()):
+            return self
+        means: dict[str, Any] = {name: sum(each) / self.stages for name, each in times.items()}
+        options: dict[str, Any] = {"objective": self.objective, "recompute": self.recompute}
+        return Problem(self.placement, self.microbatches, replace(self.costs, **means), self.memory, **options)
+
     def _count_memory(self) -> None:
         forward, _, backward, _ = memory_by_op(self.costs, self.stages, self.recompute)
         self.held = self.costs.per_stage("held", self.stages)

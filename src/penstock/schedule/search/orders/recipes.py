@@ -74,13 +74,18 @@ def first_recipes(problem: Problem) -> list[Recipe]:
         return list(RULES)
     if _is_v(problem.placement):
         if problem.objective == "steady":
-            return [*WAVES, *RULES]
+            return [*_waves(problem), *RULES]
         if _is_tight(problem):
             return [*PACED, *RHYTHMS, *RULES]
-        return [*WAVES, *RHYTHMS, *RULES] if _holds_waves(problem) else [*RHYTHMS, *RULES]
+        return [*_waves(problem), *RHYTHMS, *RULES] if _holds_waves(problem) else [*RHYTHMS, *RULES]
     lap = _lap(problem.placement)
     patiences = PATIENCES[::-1] if _is_tight(problem) else PATIENCES  # ranks wait for memory, not for each other
     return [*(Grouping(size, patience) for size in _sizes(problem, lap) for patience in patiences if lap > 1), *RULES]
+
+
+def _waves(problem: Problem) -> list[Wave]:
+    """Where stages differ, the waves of equal ones come first."""
+    return [*(replace(wave, even=True) for wave in WAVES if problem.even is not problem), *WAVES]
 
 
 def _is_v(placement: Placement) -> bool:
@@ -183,7 +188,7 @@ def _rhythm(problem: Problem, generator: random.Random) -> dict[str, Any]:
     }
 
 
-def _wave(_: Problem, generator: random.Random) -> dict[str, Any]:
+def _wave(problem: Problem, generator: random.Random) -> dict[str, Any]:
     return {
         "size": generator.choice((1.0, 1.0, 1.0, generator.uniform(0.4, 2.0))),
         "interval": generator.choice((0.5, generator.uniform(0.3, 0.6), generator.random())),
@@ -195,6 +200,7 @@ def _wave(_: Problem, generator: random.Random) -> dict[str, Any]:
         "weight_time": generator.choice((1.0, generator.uniform(0.1, 1.0))),
         "hop_time": generator.choice((0.0, 0.0, 1.0)),
         "memory": 1.0,
+        "even": problem.even is not problem and generator.random() < 0.7,
     }
 
 

@@ -16,6 +16,9 @@ both, so that the two legs that meet in a turn alternate on its rank. With four 
 
 As in `rhythm`, this is what should come first of what is there, not when it runs: in the fill, a rank takes the
 forwards of the next group for as long as memory allows. W are filled in afterwards (`evaluate`).
+
+Stages that take unequally long break the slots, and each rank's order becomes another one. Where they differ by a few
+hundredths, the order of equal stages, which is regular, does better: that is what `even` is for.
 """
 
 from __future__ import annotations
@@ -42,11 +45,12 @@ class Wave:
     weight_time: float = 0.1  # the clock, in true W and hops
     hop_time: float = 0.0
     memory: float = 1.0  # the share of the caps to use
+    even: bool = False  # the clock: all stages take equally long
 
 
 def sweep(problem: Problem, wave: Wave) -> Orders | None:
     """The order of F and I; None where memory does not let it end."""
-    return _Sweep(problem, wave).run()
+    return _Sweep(problem.even if wave.even else problem, wave).run()
 
 
 class _Sweep(Clocked):

@@ -35,6 +35,7 @@ VALUES: list[Any] = [
     Waiting(1, Channel(0, 1, "F", 0, 1), 3, 2.5),
     Detail("", "float32 (4,)", 7, (1.0, 2.0)),
     WallStart(0, 1.5),
+    [0.5, math.inf],
     StepReport({"cost": 1.0}, 0.5, [0.25, 0.75], torch.float64, fingerprint=(True, {0: 17, ("loss", "w"): 3})),
     ReplicaReport(loss=1.0, count=2, more=((1, 2), None)),
 ]

@@ -182,6 +182,8 @@ def _encoded(value: Any, store_tensor: StoreTensor | None, depth: int) -> Any:
         return _encoded_mapping(value, store_tensor, depth + 1)
     if not isinstance(value, (list, tuple, set, frozenset)):
         return _encoded_other(value, store_tensor)
+    if kind is list and {*map(type, value)} == {float} and all(map(math.isfinite, value)):
+        return list(value)  # as the losses of a step
     entries = []
     for number, entry in enumerate(value):
         try:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 import penstock
+from penstock.runtime.state.ownership import versions
+
+Pair = namedtuple("Pair", "first second")
+ONE, TWO = torch.zeros(1).add_(1), torch.zeros(2)
 
 
 class Makes(nn.Module):
@@ -64,3 +73,23 @@ def test_buffers_and_attributes_lie_in_memory_as_in_the_first_forward() -> None:
     for _ in range(2):
         pipe.step(x, target=y)
     assert seen == {("moves", (7, 1), 16), ("stays", (1, 5), 4), ("kept", (1,), 8)}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ONE,
+        None,
+        3,
+        (ONE, None, TWO),
+        ((ONE,), {"mask": TWO, "no": None}),
+        ({"deep": [(ONE, [TWO, None])]}, 7, "text", ONE),
+        (Pair(ONE, 1), nn.Parameter(torch.ones(1)), {"a": (TWO,)}),
+    ],
+    ids=str,
+)
+def test_every_tensor_of_a_value_is_watched_wherever_it_lies(value: Any) -> None:
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    watched = versions(value)
+    assert [id(tensor) for tensor, _ in watched] == list(map(id, tensors))
+    assert [version for _, version in watched] == [tensor._version for tensor in tensors]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import PeerFailure
-from penstock.runtime.state.randomness import GeneratorLock, seed_of
+from penstock.runtime.state.randomness import FEW, GeneratorLock, StepCounter, seed_of
 from penstock.schedule.builders import TRAINING
 
 
@@ -57,6 +57,15 @@ def test_masks_are_the_same_under_every_schedule_and_in_a_plain_loop(schedule: s
             rows.append(total)
         plain.append(torch.cat(rows))
     assert all(torch.equal(found, wanted) for found, wanted in zip(masks(schedule), plain, strict=True))
+
+
+def test_the_seeds_of_a_step_are_those_of_its_computes_however_many_there_are() -> None:
+    counter = StepCounter(-12345)
+    counter.step, counter.first = 77, 3
+    for microbatches in (1, FEW - 1, FEW, 100):
+        expected = [seed_of(-12345, 77, number + 3, 5) for number in range(microbatches)]
+        assert counter.seeds_for(microbatches, 5) == expected
+    assert seed_of(1, 2, 3, 4) == 4111618935282699903
 
 
 def test_steps_microbatches_stages_and_seeds_have_masks_of_their_own() -> None:

@@ -13,6 +13,7 @@ and leave the links clean for the next one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
@@ -178,7 +179,10 @@ class Executor:
                 other.entries.clear()
         if not prepared.entries:
             prepared.entries.extend(map(self._entry, prepared.actions))
+            prepared.receives = Counter(map(self.mailbox.channel, filter(_is_receive, prepared.actions)))
         self._ready = True
+        for channel, receives in prepared.receives.items():
+            self.mailbox.ends.receiving(channel).expect(receives)
         entries = prepared.entries
         if LOG.isEnabledFor(DEBUG):
             log_program(prepared.program, self.rank)
@@ -334,3 +338,7 @@ class Executor:
                 self.transport.post(channel, action.microbatch)
         for channel, microbatch in self.mailbox.pending:
             self.transport.discard(channel, microbatch)
+
+
+def _is_receive(action: Action) -> bool:
+    return action.op in (Op.RECV_F, Op.RECV_B)

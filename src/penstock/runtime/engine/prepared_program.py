@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ class PreparedProgram:
     for_handlers: list[Action]  # computes that users' handlers have to run
     done: str  # where a rank is that has run all of it, in words
     entries: list[Entry] = field(default_factory=list)  # of the actions, once the program's channels are open
+    receives: Mapping[int, int] = field(default_factory=dict)  # how many there are, by the number of their channel
 
 
 def prepare(program: Schedule, rank: int, handlers: Collection[Op]) -> PreparedProgram:

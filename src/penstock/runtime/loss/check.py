@@ -127,7 +127,7 @@ def at(batch: Batch, number: int, place: Label) -> Any:
         value = args[name] if isinstance(name, int) and name < len(args) else None
     else:
         value = getattr(batch, field)[number].get(name)
-    leaves = pytree.tree_leaves(value)
+    leaves = [value] if type(value) is Tensor else pytree.tree_leaves(value)
     return leaves[leaf] if leaf < len(leaves) else None
 
 

@@ -25,7 +25,7 @@ graph has saved is seen by nobody, as in any program that runs two forwards befo
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -84,8 +84,10 @@ class GuardedPart:
         entered: Watched = []
         if arrived:
             arrived, received = self._received.hand(arrived)
-        if not arrived or kwargs or part.reads_inputs:
+        if kwargs:
             (args, kwargs), entered = self._entered.hand((args, kwargs))
+        elif not arrived or part.reads_inputs:
+            args, entered = self._entered.hand(args)
         try:
             with recording:
                 emitted = run(arrived, args, kwargs)
@@ -298,19 +300,28 @@ class Received:
 
 def versions(value: Any) -> Watched:
     """The tensors of a value and their versions."""
-    if type(value) is Tensor:
-        return [(value, version_of(value))]
-    kind = type(value)
-    members: Iterable[Any] = value.values() if kind is dict else value if kind is tuple or kind is list else (None, 0)
-    found = []
-    for leaf in members:
-        if type(leaf) is Tensor:
-            found.append((leaf, version_of(leaf)))
-        elif leaf is not None:
-            break
-    else:
+    found: Watched = []
+    if _add_versions(value, found):
         return found
     return [(leaf, version_of(leaf)) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _add_versions(value: Any, found: Watched) -> bool:
+    """The same without the pytree machinery; False where a value is of a kind that only that knows."""
+    kind = type(value)
+    if kind is Tensor:
+        found.append((value, version_of(value)))
+        return True
+    if kind is dict:
+        value = value.values()
+    elif kind is not tuple and kind is not list:
+        return value is None
+    for each in value:
+        if type(each) is Tensor:
+            found.append((each, version_of(each)))
+        elif not _add_versions(each, found):
+            return False
+    return True
 
 
 def check_unwritten(what: str, watched: Watched, how: str) -> None:

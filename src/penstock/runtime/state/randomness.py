@@ -16,8 +16,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,17 +26,21 @@ from penstock.errors import RunError
 from penstock.model.random_states import random_state, restore_random
 
 _MASK = 2**64 - 1
+FEW = 16  # numbers, for which an array costs more than it saves
 RESTING = 0  # the seed of the generator while nothing draws; `seed_of` never gives it
 BEAT = 0.25  # seconds: how often a thread that waits for the generator looks whether that is still worth it
 
 WhileWaiting = Callable[[list[int] | None], None]  # the threads that one waits for, by ident; None: no more
 
 
-def seed_of(seed: int, step: int, microbatch: int, stage: int) -> int:
-    """The generator's seed for one compute: the four numbers, well mixed (splitmix64)."""
-    state = seed & _MASK
+def seed_of(seed: int, step: int, microbatch: Any, stage: int) -> Any:
+    """The generator's seed for one compute: the four numbers, well mixed (splitmix64).
+
+    Of an array of microbatches, as 64-bit numbers without a sign, it gives the array of their seeds.
+    """
+    state: Any = seed & _MASK
     for number in (step, microbatch, stage):
-        state = (state + 0x9E3779B97F4A7C15 * (number + 1)) & _MASK
+        state = (state + (0x9E3779B97F4A7C15 * (number + 1) & _MASK)) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
@@ -232,12 +237,18 @@ class StepCounter:
         self.training = True
         self.first = 0  # the number of this replica's first microbatch among those of all
 
-    def seed_for(self, microbatch: int, stage: int) -> int:
-        """The seed of one compute of the step that runs now."""
-        microbatch += self.first
+    def seed_for(self, microbatch: Any, stage: int) -> Any:
+        """The seed of one compute of the step that runs now; or of several, see `seed_of`."""
         if self.training:
-            return seed_of(self.seed, self.step, microbatch, stage)
-        return seed_of(~self.seed, self.evaluations, microbatch, stage)
+            return seed_of(self.seed, self.step, microbatch + self.first, stage)
+        return seed_of(~self.seed, self.evaluations, microbatch + self.first, stage)
+
+    def seeds_for(self, microbatches: int, stage: int) -> list[int]:
+        """The seeds of all of them."""
+        if microbatches < FEW:
+            return [self.seed_for(number, stage) for number in range(microbatches)]
+        seeds: list[int] = self.seed_for(np.arange(microbatches, dtype=np.uint64), stage).tolist()
+        return seeds
 
 
 class StageRandomness(NamedTuple):
@@ -256,7 +267,7 @@ def seeded(counter: StepCounter, stream: int, device: torch.device | None) -> St
     """For the computes of a stage on a rank that has the process's generator to itself."""
     on_cpu = device is None or device.type != "cuda"
     seed = torch.default_generator.manual_seed if on_cpu else partial(seed_generators, device=device)
-    return StageRandomness(seed, None, lambda count: [counter.seed_for(number, stream) for number in range(count)])
+    return StageRandomness(seed, None, lambda count: counter.seeds_for(count, stream))
 
 
 class ThreadRandomness:

@@ -60,6 +60,9 @@ class Incoming(ABC):
         self.posted: dict[int, Any] = {}  # by microbatch, in the order of posting: what is known of its message
         self.count = 0  # receives posted in this step
 
+    def expect(self, receives: int) -> None:  # noqa: B027 (most have nothing to do)
+        """So many receives will be posted in the step that begins, and each of them will be received or discarded."""
+
     @uninterrupted
     def post(self, microbatch: int) -> None:
         """A RECV action: make ready for the next message. Never blocks."""

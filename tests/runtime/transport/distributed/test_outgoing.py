@@ -73,6 +73,42 @@ def test_a_message_that_looks_as_in_the_step_before_is_one_message_and_one_more_
     ]
 
 
+def count_under_way(transport: Any) -> list[tuple[list[int], int]]:
+    """Step by step: how many messages are under way after each send, and how often gloo was waited for meanwhile."""
+    transport.open(PAIR)
+    transfers, seen = transport._transfers, []
+    wait = transfers.wait
+    waits: list[Any] = []
+
+    def counting(work: Any, *rest: Any) -> None:
+        waits.append(work)
+        wait(work, *rest)
+
+    transfers.wait = counting
+    small, large = torch.ones(3, 5), torch.ones(DIRECT_BYTES, dtype=torch.uint8)
+    for value in (small, small, large, large):
+        waits.clear()
+        counts = []
+        for microbatch in range(16):
+            if transport.rank == 0:
+                transport.send(0, microbatch, value)
+                counts.append(len(transport.ends.sending(0).under_way))
+            else:
+                assert torch.equal(transport.receive(0, microbatch), value)
+        seen.append((counts, len(waits)))
+        transport.flush()
+        assert transport.rank == 1 or not transport.ends.sending(0).under_way
+        transport.exchange(None)
+    return seen
+
+
+def test_one_wait_ends_several_small_sends_and_large_ones_are_released_one_by_one() -> None:
+    _, (small, waits), _, (large, _) = values(run("distributed", count_under_way))[0]
+    assert small == [1, 2, 3, 4, 5, 6, 7, 8, 4, 5, 6, 7, 8, 4, 5, 6]
+    assert waits == 2
+    assert large == [1, 2, 3, *[4] * 13]
+
+
 def writes_after_sending(transport: Any) -> list[str]:
     """Rank 0 writes into what it has sent: what flush() says of it, step by step. Large tensors are not copied."""
     transport.open(PAIR)

@@ -1,8 +1,13 @@
-"""The receiving end of a channel over gloo: posted early, checked on arrival, built where it is used."""
+"""The receiving end of a channel over gloo: posted early, checked on arrival, built where it is used.
+
+Posting is what the program does; the backend may have the receive before. How many there will be in a step is known
+when it begins (`expect`), and a receive that gloo has must be received: so no more are given to it than will be posted.
+"""
 
 from __future__ import annotations
 
 import ctypes
+from collections import deque
 from typing import Any
 
 import torch
@@ -31,6 +36,10 @@ from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.layout.layout import Book, Layout
 from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 
+AHEAD = 16  # receives of a channel that the backend may have before they are posted
+AHEAD_LEFT = 4  # with so few of them left, it is given more
+AHEAD_BYTES = 4096  # of each, at most
+
 _RECEIPT = torch.ones(1, dtype=torch.uint8)
 _END = torch.empty(1, dtype=torch.uint8)  # takes the ends of all messages, which say nothing
 
@@ -48,34 +57,64 @@ class DistributedIncoming(Incoming):
         self._transfers = transfers
         self._book = book
         self._device = device
+        self._coming = 0  # receives of this step, where that is known beforehand
+        self._ahead: deque[tuple[Layout | None, Tensor, Any]] = deque()  # with the backend, and not yet posted
+
+    @uninterrupted
+    def expect(self, receives: int) -> None:
+        self._coming = self.count + receives
+        self._post_ahead()
+
+    def _post_ahead(self, microbatch: int = -1) -> None:
+        """Give the backend the receives of the next messages, as long as they are small, several at a time.
+
+        Gloo tells the sender of each receive. A send that finds it announced leaves at once; any other waits for one
+        way there and back. Announcements in a row wake the thread that reads them on the other side once.
+        """
+        expected = self._expected
+        for ordinal in range(self.count + len(self._ahead), min(self._coming, self.count + AHEAD)):
+            layout = expected.layouts.get(ordinal)
+            if layout is not None and (layout.directs or layout.frame_bytes > AHEAD_BYTES):
+                return
+            frame = _frame_for(layout)
+            work = self._transfers.receive(frame, self.channel.source_rank, expected.tag, self.channel, microbatch)
+            self._ahead.append((layout, frame, work))
 
     def _post(self, microbatch: int) -> Pending:
         """Make ready for the next message, as far as it is predicted: even the value is built now.
 
         What can be done here is off the critical path, which begins when the message comes.
         """
-        expected, transfers, channel = self._expected, self._transfers, self.channel
-        layout = expected.layouts.get(self.count)
-        frame = torch.empty(HEADER_BYTES if layout is None else layout.frame_bytes, dtype=torch.uint8)
+        transfers, directs, before = self._transfers, list[Transfer](), None
+        if len(self._ahead) <= AHEAD_LEFT:
+            self._post_ahead(microbatch)
+        if self._ahead:
+            layout, frame, work = self._ahead.popleft()
+        else:
+            layout = self._expected.layouts.get(self.count)
+            directs, frame, before, work = self._receive(microbatch, layout)
         due = HEADER.pack(
             *(MAGIC, DATA, layout.checksum if layout else 0, 0, transfers.exchanges),
-            *(self.count, microbatch, *expected.identity),
+            *(self.count, microbatch, *self._expected.identity),
         )
-        directs: list[Transfer] = []
-        value = None
-        if layout is not None:
-            for region in layout.directs:
-                device = self._device if transfers.travels_by_device(region.device) else None
-                directs.append(transfers.receive_tensor(region.make_carrier(device), expected.tag, channel, microbatch))
-        peer = channel.source_rank
-        before, work = None, transfers.receive(frame, peer, expected.tag, channel, microbatch)
-        if frame.numel() > WHOLE_BYTES:
-            before, work = work, transfers.receive(_END, peer, expected.tag, channel, microbatch)
-        is_built = layout is None
+        value, is_built = None, True
         if layout is not None:
             octets = [transfer.tensor for transfer in directs] if directs else ()
             value, is_built = layout.build_ahead(frame, octets, self._device, transfers.device_backend is not None)
         return Pending(due, value, layout, frame, work, directs, before, is_built)
+
+    def _receive(self, microbatch: int, layout: Layout | None) -> tuple[list[Transfer], Tensor, Any, Any]:
+        """Start the receives of one message: large tensors, frame, what comes before the last, and what comes last."""
+        transfers, channel, tag = self._transfers, self.channel, self._expected.tag
+        directs: list[Transfer] = []
+        for region in layout.directs if layout is not None else ():
+            device = self._device if transfers.travels_by_device(region.device) else None
+            directs.append(transfers.receive_tensor(region.make_carrier(device), tag, channel, microbatch))
+        frame = _frame_for(layout)
+        before, work = None, transfers.receive(frame, channel.source_rank, tag, channel, microbatch)
+        if frame.numel() > WHOLE_BYTES:
+            before, work = work, transfers.receive(_END, channel.source_rank, tag, channel, microbatch)
+        return directs, frame, before, work
 
     @uninterrupted
     def receive(self, microbatch: int) -> Any:
@@ -160,3 +199,12 @@ class DistributedIncoming(Incoming):
         # The receipt: the sender posted its receive before it sent the body, so this wait is for nobody.
         transfers.wait(transfers.send(_RECEIPT, peer, tag, channel, microbatch), peer, channel, microbatch)
         return body
+
+    def end_step(self) -> None:
+        super().end_step()
+        self._coming = 0
+
+
+def _frame_for(layout: Layout | None) -> Tensor:
+    """Memory for a frame of that layout; without one, for the header that announces it."""
+    return torch.empty(HEADER_BYTES if layout is None else layout.frame_bytes, dtype=torch.uint8)

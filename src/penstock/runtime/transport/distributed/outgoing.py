@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.layout import Book, Frame, Layout, flatten
 from penstock.runtime.transport.layout.tensor_places import whole_lines
 
+SMALL_SENDS = 4  # messages of one frame that may wait for longer than others: one wait is for all of them
 _END = torch.ones(1, dtype=torch.uint8)
 
 
@@ -41,11 +43,11 @@ class DistributedOutgoing(Outgoing):
     """The sending end of a channel.
 
     Gloo cannot be asked whether a send is done, only made to wait for it; so what was sent is
-    released when `max_sends` later messages of its channel have been sent, or at `flush`. Such a wait
-    ends when the receive is posted, which is what a proved program can rely on. It must not wait
-    for a message that *follows* a frame: that one is received where it is used, which may be after
-    something else that this rank has yet to send. For those the receiver sends a receipt, a byte
-    that turns up in memory, where it can be seen without waiting.
+    released when `max_sends` later messages of its channel have been sent (small ones several at a
+    time), or at `flush`. Such a wait ends when the receive is posted, which is what a proved program
+    can rely on. It must not wait for a message that *follows* a frame: that one is received where it
+    is used, which may be after something else that this rank has yet to send. For those the receiver
+    sends a receipt, a byte that turns up in memory, where it can be seen without waiting.
     """
 
     def __init__(
@@ -162,9 +164,10 @@ class DistributedOutgoing(Outgoing):
         HEADER.pack_into(buffer, 0, MAGIC, kind, checksum, follows, step, self.count, microbatch, *identity)
 
     def _sent(self, message: UnderWay) -> None:
-        self._under_way.append(message)
-        if len(self._under_way) > self._max_sends:
-            self._finish_oldest()
+        under_way = self._under_way
+        under_way.append(message)
+        if len(under_way) > (self._max_sends if message.earlier else self._max_sends + SMALL_SENDS):
+            self._finish(len(under_way) - self._max_sends)
         if self._following:
             self._finish_following([each for each in self._following if each.receipt.tensor.item()])
 
@@ -176,21 +179,25 @@ class DistributedOutgoing(Outgoing):
                     self._transfers.finish(transfer, self.channel.target_rank, self.channel, each.microbatch, is_short)
         self._following = [each for each in self._following if not any(each is other for other in done)]
 
-    def _finish_oldest(self) -> None:
-        message, peer = self._under_way[0], self.channel.target_rank
-        is_short = self._transfers.is_taken_soon(is_known=message.layout is not None)
-        self._transfers.wait(message.work, peer, self.channel, message.microbatch, is_short)
-        for transfer in message.earlier:
-            self._transfers.finish(transfer, peer, self.channel, message.microbatch, is_short)
-        self._under_way.popleft()
-        if message.layout is not None and isinstance(message.frame, Frame):
-            message.layout.spare.append(message.frame)
-        if any(version_of(tensor) != version for tensor, version in message.watched):
-            self._rewritten.append(message.microbatch)  # an error at the end of the step: until then, all is served
+    def _finish(self, count: int) -> None:
+        """Wait for the oldest so many messages: they leave in order, so for the last of them."""
+        under_way, peer = self._under_way, self.channel.target_rank
+        last = under_way[count - 1]
+        is_short = self._transfers.is_taken_soon(all(each.layout is not None for each in islice(under_way, count)))
+        self._transfers.wait(last.work, peer, self.channel, last.microbatch, is_short)
+        for _ in range(count):
+            microbatch, _work, layout, frame, earlier, watched = under_way[0]
+            for transfer in earlier:
+                self._transfers.finish(transfer, peer, self.channel, microbatch, is_short)
+            under_way.popleft()
+            if layout is not None and isinstance(frame, Frame):
+                layout.spare.append(frame)
+            if watched and any(version_of(tensor) != version for tensor, version in watched):
+                self._rewritten.append(microbatch)  # an error at the end of the step: until then, all is served
 
     def flush(self) -> list[int]:
-        while self._under_way:
-            self._finish_oldest()
+        if self._under_way:
+            self._finish(len(self._under_way))
         if self._following:
             self._finish_following(self._following)
         rewritten, self._rewritten = self._rewritten, []

@@ -67,8 +67,8 @@ CONTROL_TAG = CHANNELS * SUBTAGS  # after the last channel: the exchange, and cu
 class DistributedTransport(Transport):
     """One rank's transport over torch.distributed, on a process group (by default the world). Ranks are the group's.
 
-    At most `max_sends` messages of a channel are under way; `device` is where values that were
-    sent from a GPU arrive; `coordinator` is the rank through which `exchange` goes.
+    At most `max_sends` messages of a channel are under way (some more where they are small); `device` is where values
+    that were sent from a GPU arrive; `coordinator` is the rank through which `exchange` goes.
     """
 
     holds_interrupts = True

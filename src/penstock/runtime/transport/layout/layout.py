@@ -38,7 +38,7 @@ from penstock.runtime.transport.layout.tensor_places import (
     view,
 )
 
-SPARE_FRAMES = 4  # kept for reuse, of each layout
+SPARE_FRAMES = 8  # kept for reuse, of each layout
 
 _FLAT = {Tensor, type(None)}
 

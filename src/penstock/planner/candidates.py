@@ -234,7 +234,7 @@ class PlanCandidate:
             first = self.pricing.memory(own, kept + self._extra(own), self.states).process
             if first > room:
                 return first - room
-        if self.microbatches <= ranks:
+        if self.microbatches <= ranks or not _grows(self.family):  # its own are not much longer
             return 0.0
         found = max(
             self.pricing.memory(own, alone, self.states, NEARLY * both).process

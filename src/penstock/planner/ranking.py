@@ -188,7 +188,7 @@ def _fewer_devices(seconds: float, profile: Profile, cluster: Cluster, space: Se
         size = replace(part, hosts=part.hosts // 2) if part.hosts > 1 else replace(part, devices=part.devices // 2)
         part, pricing_of = size, cache(partial(Pricing, profile, size))
         every = layouts(part, **_limits_of(profile), batch=space.batch)
-        ways = {layout: [*_cuts_of(layout, pricing_of, space)] for layout in every}
+        ways, _ = _ways(every, pricing_of, space, part.room)
         if min((bound for group in ways.values() for bound, _ in group), default=inf) >= within:
             break  # nothing can be faster, on these and on fewer
         with _no_collections():
@@ -219,15 +219,7 @@ def _choose_all(
     every: Iterable[MeshLayout], pricing_of: PricingOf, space: SearchSpace, room: float
 ) -> tuple[list[tuple[MeshLayout, _Choice]], list[Rejected]]:
     """The best of each layout, the fastest first, as many as are ranked; and why the others were left out."""
-    groups: dict[MeshLayout, list[MeshLayout]] = {}  # both placements on hosts are one layout
-    for layout in every:
-        groups.setdefault(replace(layout, inner="dp"), []).append(layout)
-    least = {layout: pricing_of(group[0], 1).average(space.states) for layout, group in groups.items()}
-    ways = {
-        layout: [way for each in group for way in _cuts_of(each, pricing_of, space)]
-        for layout, group in groups.items()
-        if least[layout].process <= room
-    }
+    ways, too_large = _ways(every, pricing_of, space, room)
     found = _choose_each(ways, room)
     chosen = sorted(
         ((layout, choice) for layout, choice in found.items() if choice.best is not None),
@@ -242,9 +234,26 @@ def _choose_all(
             rejected.append(Rejected(layout, _why_not(layout, choice, room, space)))
     for layout, choice in chosen[RANKED:]:
         rejected.append(Rejected(layout, f"takes {choice.seconds:.4g} s, longer than the plans above"))
-    for layout in sorted(groups.keys() - ways.keys(), key=lambda each: least[each].process):
-        rejected.append(Rejected(layout, _too_much(least[layout], room, "before any activation")))
+    for layout, memory in sorted(too_large.items(), key=lambda each: each[1].process):
+        rejected.append(Rejected(layout, _too_much(memory, room, "before any activation")))
     return chosen[:RANKED], rejected
+
+
+def _ways(
+    every: Iterable[MeshLayout], pricing_of: PricingOf, space: SearchSpace, room: float
+) -> tuple[dict[MeshLayout, list[tuple[float, OfCut]]], dict[MeshLayout, Memory]]:
+    """The cuts of every layout that may fit; and what those hold that cannot, on average and before any activation."""
+    groups: dict[MeshLayout, list[MeshLayout]] = {}  # both placements on hosts are one layout
+    for layout in every:
+        groups.setdefault(replace(layout, inner="dp"), []).append(layout)
+    least = {layout: pricing_of(group[0], 1).average(space.states) for layout, group in groups.items()}
+    too_large = {layout: memory for layout, memory in least.items() if memory.process > room}
+    ways = {
+        layout: [way for each in group for way in _cuts_of(each, pricing_of, space)]
+        for layout, group in groups.items()
+        if layout not in too_large
+    }
+    return ways, too_large
 
 
 def layouts_of(profile: Profile, cluster: Cluster, batch: int) -> list[MeshLayout]:

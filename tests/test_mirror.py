@@ -28,7 +28,6 @@ integrations/lightning/steps.py
 integrations/transformers/accelerator.py
 integrations/transformers/evaluation.py
 integrations/transformers/pipelined.py
-planner/candidates.py
 planner/cluster.py
 planner/layout.py
 planner/plan.py

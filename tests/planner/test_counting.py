@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.planner.cluster import Software
-from penstock.planner.fake_model import profile_config
+from penstock.planner.fake_model import profile_config, profile_module
 from penstock.planner.plan import config_for
 from penstock.planner.profile import Profile, profile_model
 from penstock.train.config.settings import GPTOptions
@@ -96,6 +97,39 @@ def test_tensor_parallelism_divides_what_its_layers_make_until_they_are_summed()
     assert block.forward.summed == block.backward.summed == 2 * activation  # Megatron's f and g, twice per layer
     assert block.saved.at(2) < block.saved.at(1)
     assert block.saved.at(2) > block.saved.at(1) / 2
+
+
+def counted_flops(model: nn.Module, example: Tensor) -> float:
+    """Forward and backward of one row, as a plan counts them."""
+    profile = profile_module(model, (example,), config_for("gpt", sequence=1), Software())
+    return sum(unit.forward.flops.at(1) + unit.backward.flops.at(1) for unit in profile.one)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Sequential(nn.Conv1d(3, 8, 3, bias=False), nn.Conv1d(8, 8, 3, stride=2)), (3, 16)),
+        (nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(512, 10)), (3, 8, 8)),
+        (nn.Sequential(nn.ConvTranspose2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ConvTranspose2d(8, 4, 3)), (3, 8, 8)),
+    ],
+    ids=["1d", "2d", "transposed"],
+)
+def test_convolutions_count_what_torch_counts(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """The gradients of a convolution are three outputs, of which the first is None where the input needs none.
+
+    They were given to torch's formula without the Nones: every model with a convolution ended in an IndexError.
+    """
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(torch.zeros(1, *shape)).sum().backward()
+    assert counted_flops(model, torch.zeros(1, *shape)) == counter.get_total_flops() > 0
+
+
+def test_a_grouped_convolution_has_gradients_as_dear_as_its_forward() -> None:
+    """Torch's own formula counts the gradient of the weights as if every channel met every other."""
+    model = nn.Sequential(nn.Conv2d(8, 8, 1, groups=8), nn.Conv2d(8, 8, 3, padding=1, groups=4))
+    forward = [2 * 64 * 8, 2 * 64 * 8 * 2 * 9]
+    assert counted_flops(model, torch.zeros(1, 8, 8, 8)) == 2 * forward[0] + 3 * forward[1]
 
 
 def test_a_model_without_a_list_of_layers_is_refused_by_name() -> None:

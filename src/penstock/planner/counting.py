@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 aten: Any = torch.ops.aten
 FLASH, FLASH_BACKWARD = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
+CONVOLUTION, CONVOLUTION_BACKWARD = aten.convolution.default, aten.convolution_backward.default
 LOOKUP = (aten.embedding.default,)
 CASTS = (aten._to_copy.default, aten.t.default, aten.detach.default, aten.view.default, aten.transpose.int)
 
@@ -106,10 +107,11 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             inputs = list(_tensors((args, kwargs)))
             outputs = list(_tensors(found))
             if outputs:
-                self._count(func, inputs, outputs, args)
+                flops = _flops(func, inputs, args, kwargs or {}, found)
+                self._count(func, inputs, outputs, args, flops)
         return found
 
-    def _count(self, func: Any, inputs: list[Tensor], outputs: list[Tensor], args: Any) -> None:
+    def _count(self, func: Any, inputs: list[Tensor], outputs: list[Tensor], args: Any, flops: float | None) -> None:
         before = [key_of(each) for each in inputs]
         known = [(each.dim(), key) for each, key in zip(inputs, before, strict=True) if key in self._trained]
         parameter = max(known)[1] if known else None  # of a product its matrix, not its bias
@@ -119,18 +121,17 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         style = None if parameter is None else self._styles.get(parameter)
         divided = any(self._alive.get(key, (0, False))[1] for key in before)
         divided |= self.backward and tuple(outputs[0].shape) in self._shapes
-        flops = _flops(func, inputs, outputs, args)
         if flops is not None:
             self.part.flops.add(flops, divided or style is not None)
             if func is FLASH:
                 self.part.spared += flops if len(args) > 4 and args[4] else 0.0
                 self.part.keys += _bytes(inputs[1]) + _bytes(inputs[2])
             if parameter is not None:
-                divided = self._product(parameter, style, flops, inputs, outputs[0], divided)
+                divided = self._product(func, parameter, style, flops, inputs, outputs[0], divided)
             if func in (FLASH, FLASH_BACKWARD):
                 self.part.attention.add(flops, divided)
             else:  # its results are written when it has ended
-                self.part.traffic.add(_bytes(outputs[0]), divided)
+                self.part.traffic.add(sum(map(_bytes, outputs)), divided)
         elif func in LOOKUP:
             size = _bytes(outputs[0])
             self.part.traffic.add(2 * size, False)
@@ -148,7 +149,14 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._keep(each, divided)
 
     def _product(
-        self, parameter: int, style: str | None, flops: float, inputs: list[Tensor], output: Tensor, divided: bool
+        self,
+        func: Any,
+        parameter: int,
+        style: str | None,
+        flops: float,
+        inputs: list[Tensor],
+        output: Tensor,
+        divided: bool,
     ) -> bool:
         """A product with a parameter; whether its result is divided."""
         if not self.backward:
@@ -158,7 +166,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._second.add(parameter)
                 self._read.add(key_of(other))
             weight = next(each for each in inputs if key_of(each) == parameter)
-            out = float(output.shape[-1])
+            out = float(output.shape[1 if func is CONVOLUTION else -1])
             inner = weight.numel() / out
             divides = {None: (inf, min(out, inner)), "rowwise": (inner, out)}.get(style, (out, inner))
             self.part.shapes += ((flops, *divides),)
@@ -233,7 +241,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     return (each for each in pytree.tree_leaves(values) if isinstance(each, Tensor))
 
 
-def _flops(func: Any, inputs: list[Tensor], outputs: list[Tensor], args: Any) -> float | None:
+def _flops(func: Any, inputs: list[Tensor], args: Any, kwargs: dict[str, Any], found: Any) -> float | None:
     """Floating-point operations of a product, None for what is no product; causal attention needs half of them."""
     if func is FLASH:
         whole = float(sdpa_flop_count(*(each.shape for each in inputs[:3])))  # type: ignore[no-untyped-call]
@@ -243,10 +251,12 @@ def _flops(func: Any, inputs: list[Tensor], outputs: list[Tensor], args: Any) ->
         whole = float(sdpa_backward_flop_count(*(each.shape for each in inputs[:4])))  # type: ignore[no-untyped-call]
         causal = len(args) > 7 and args[7]
         return whole / 2 if causal else whole
+    if func is CONVOLUTION_BACKWARD:  # each gradient takes as many as the forward; torch's formula does not know groups
+        output, given, weight = (each.shape for each in inputs[:3])
+        forward = conv_flop_count(given, weight, output, transposed=args[7])  # type: ignore[arg-type]
+        return float(forward * sum(args[10][:2]))
     counted = flop_registry.get(func.overloadpacket)
-    if counted is None:
-        return None
-    return float(counted(*args, out_val=outputs[0] if len(outputs) == 1 else outputs))
+    return None if counted is None else float(counted(*args, **kwargs, out_val=found))
 
 
 def on_line(one: Any, two: Any, rows: float) -> Any:

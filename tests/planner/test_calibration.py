@@ -64,6 +64,13 @@ def test_a_run_is_read_without_its_first_steps_and_with_its_spread(tmp_path: Pat
     assert from_run(run, profile, TWO).error == pytest.approx(0.2)  # never less than 5 %
 
 
+def test_a_few_steps_tell_nothing_of_their_spread(tmp_path: Path) -> None:
+    """Of a run with four steps one counts; it was said to differ by 0 % from itself."""
+    run = read_run(write_run(tmp_path / "run", [9.0, 9.0, 9.0, 1.0]))
+    assert (run.seconds, run.spread) == (1.0, None)
+    assert from_run(run, profile_config(config(), TWO.software), TWO).error == TWO.error
+
+
 @pytest.mark.parametrize("steps", [0, 3])
 def test_a_run_that_is_too_short_says_how_many_steps_tell_something(steps: int, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"has {steps} steps; 4 or more tell what a step takes"):
@@ -82,6 +89,8 @@ def test_a_folder_that_holds_no_run_is_named(tmp_path: Path) -> None:
         ("metrics.jsonl", '{"seconds": 1.0}\n{"sec', r"metrics\.jsonl is damaged: "),
         ("metrics.jsonl", "[1]\n" * 6, r"metrics\.jsonl is damaged: a step is \[1\]"),
         ("metrics.jsonl", '{"seconds": "fast"}\n' * 6, r"metrics\.jsonl is damaged: a step has 'fast'"),
+        ("metrics.jsonl", '{"seconds": NaN}\n' * 6, r"metrics\.jsonl is damaged: a step has nan"),
+        ("timeline.json", "{", r"timeline\.json is damaged: "),
         ("memory.json", '{"weights": 1}', r"memory\.json is damaged: it does not list weights, .* and process"),
     ],
 )

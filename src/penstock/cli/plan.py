@@ -12,6 +12,10 @@ from penstock.cli.source import AsJson, whole
 from penstock.cli.train import read_config
 from penstock.errors import UsageError
 from penstock.train.config.source import functions_in
+from penstock.view.figures import counted
+
+CHOSEN = ("mesh.", *(f"pipeline.{key}=" for key in ("ranks", "stages", "microbatches", "schedule", "recompute")))
+CHOSEN += ("pipeline.balance=", "pipeline.split_at=")  # settings that a plan chooses
 
 Items = Annotated[
     list[str] | None,
@@ -68,7 +72,7 @@ def plan(
     penstock train with --save.
     """
     if check is not None:
-        if items or here or source is not None or save is not None:
+        if items or here or number != 1 or any(each is not None for each in (source, save, batch, sequence, devices)):
             raise UsageError("--check compares a run with its own prediction; give it --cluster at most")
         _check(check, cluster, as_json)
         return
@@ -81,6 +85,8 @@ def plan(
     if number != 1 and save is None:
         raise UsageError("--number chooses which plan is written; add --save FILE")
     if not items and source is not None:
+        if not (Path(source) / "config.json").is_file():
+            raise UsageError(f"{source} is not the folder of a run that has trained: there is no config.json")
         items = [str(Path(source) / "config.json")]  # the model of the run
     config = _config(items, trust)
     with working("planning"):
@@ -89,13 +95,13 @@ def plan(
 
         plans = make_plans(config, cluster, batch=batch, sequence=sequence, run=source, devices=devices)
     document = plans_document(plans)
-    if save is not None:
+    if save is not None and plans.ranked:
         document["saved"] = _save(plans, save, number)
     if as_json:
         write_json(document)
     else:
         write(plans_text(plans))
-        if save is not None:
+        if "saved" in document:
             write(f"\nwrote {save} and {document['saved']}; penstock train {save} runs it")
     if not plans.ranked:
         raise typer.Exit(1)
@@ -106,6 +112,12 @@ def _config(items: list[str] | None, trust: bool) -> Any:
     given = [
         f"model.source={item}" if item == "gpt" or (":" in item and "=" not in item) else item for item in items or ()
     ]
+    chosen = [item for item in given if item.startswith(CHOSEN)]
+    if chosen:
+        raise UsageError(
+            f"{', '.join(chosen)}: that is what a plan chooses; leave it out, save a plan and change it there, or call "
+            f"penstock.plan(layout=, schedules=, recompute=) from Python"
+        )
     config, _ = read_config(given, consistent=False)
     named = functions_in(config)
     if named and not trust:
@@ -118,7 +130,7 @@ def _save(plans: Any, path: Path, number: int) -> str:
     from penstock.planner.writing import write_plan  # loads torch
 
     if number > len(plans.ranked):
-        raise UsageError(f"--number is {number}, and there are {len(plans.ranked)} plans")
+        raise UsageError(f"--number is {number}, and the ranking has {counted(len(plans.ranked), 'plan')}")
     return str(write_plan(plans.ranked[number - 1], path))
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.disk.plain_files import read_plain
-from penstock.errors import UsageError
+from penstock.errors import ScheduleError, UsageError
 from penstock.planner.candidates import PlanCandidate
 from penstock.planner.cluster import Cluster, Device
 from penstock.planner.here import available_memory
@@ -30,6 +31,7 @@ from penstock.train.run.flops import peak_flops
 from penstock.train.run.run_folder import RunFolder
 
 STEPS = 60  # how often the range of efficiencies is halved
+SPREAD_STEPS = 5  # fewer do not tell by how much steps differ
 SKIPPED = 3  # steps of a run in which libraries are still being loaded
 ABOVE_MEASURED = 4.0  # a peak that was measured once, on cores that others used as well, may be exceeded so far
 KINDS = ("weights", "gradients", "optimizer", "activations")
@@ -42,7 +44,7 @@ class RecordedRun:
     folder: Path
     config: TrainConfig
     seconds: float  # the median step
-    spread: float  # half of the middle 80 % of steps, as a share of the median
+    spread: float | None  # half of the middle 80 % of steps, as a share of the median; None: too few to tell
     memory: list[dict[str, Any]]
     timeline: Timeline | None
     counts: list[int] | None = None  # modules of each stage, where the run has measured how to cut
@@ -67,6 +69,9 @@ def read_run(path: str | Path) -> RecordedRun:
         lines = [_line(folder.metrics, line) for line in read_plain(folder.metrics).splitlines()]
         memory = _memory_rows(folder.memory) if folder.memory.is_file() else []
         cut = folder.cut()
+        timeline = Timeline.load(folder.timeline) if folder.timeline.is_file() else None
+    except ScheduleError as error:
+        raise _damaged(folder.timeline, error.faults[0].message if error.faults else error) from None
     except FileNotFoundError as error:
         raise UsageError(
             f"{root} is not the folder of a run that has trained: there is no {Path(str(error.filename)).name}"
@@ -78,8 +83,7 @@ def read_run(path: str | Path) -> RecordedRun:
         raise UsageError(f"{root} has {len(lines)} steps; {SKIPPED + 1} or more tell what a step takes")
     middle = statistics.median(times)
     tenth = len(times) // 10
-    timeline = Timeline.load(folder.timeline) if folder.timeline.is_file() else None
-    spread = (times[-1 - tenth] - times[tenth]) / 2 / middle
+    spread = (times[-1 - tenth] - times[tenth]) / 2 / middle if len(times) >= SPREAD_STEPS else None
     counts = None if cut is None or cut["stages"] != stages_of(config) else cut["counts"]
     used = [line["mfu"] * line["seconds"] for line in lines[SKIPPED:] if line.get("seconds") and line.get("mfu")]
     mfu = statistics.median(used) / middle if used else None
@@ -104,7 +108,7 @@ def _line(path: Path, text: bytes | str) -> dict[str, Any]:
     if not isinstance(line, dict):
         raise _damaged(path, f"a step is {line!r}")
     for name in ("seconds", "mfu"):
-        if line.get(name) is not None and not is_float(line[name]):
+        if line.get(name) is not None and not (is_float(line[name]) and 0 < line[name] < inf):
             raise _damaged(path, f"a step has {line[name]!r} for its {name}")
     return line
 
@@ -199,13 +203,13 @@ def calibrate(cluster: Cluster, profile: Profile, run: RecordedRun, most: float 
 def from_run(run: RecordedRun, profile: Profile, cluster: Cluster | None = None) -> Cluster:
     """A cluster calibrated by a run, and where the run was if none is stated.
 
-    Its error bar is the spread of the run's steps, 5 % at least.
+    Its error bar is the spread of the run's steps, 5 % at least; of a few steps, the cluster's own.
     """
     if cluster is None:
         found = calibrate(cluster_of(run, profile, available_memory()), profile, run, ABOVE_MEASURED)
     else:
         found = calibrate(cluster, profile, run)
-    return replace(found, error=min(1.0, max(0.05, run.spread)))
+    return found if run.spread is None else replace(found, error=min(1.0, max(0.05, run.spread)))
 
 
 def cluster_of(run: RecordedRun, profile: Profile, memory: float) -> Cluster:

@@ -23,13 +23,13 @@ class Device:
     headroom: float = key(
         0.1, "share of the memory that plans leave free: allocators leave gaps, and predictions err", least=0, most=0.9
     )
-    peak: float = key(312e12, "floating-point operations per second at most, in the precision of the run", above=0)
+    peak: float = key(312e12, "floating-point operations per second at most, in the precision of the run", least=1)
     efficiency: float = key(0.6, "share of the peak that large products reach", above=0, most=1)
     thin: float = key(
         0, "the smaller dimension of a weight matrix at which products reach half of that efficiency", least=0
     )
     attention: float = key(0.7, "share of that efficiency that attention as one kernel reaches", above=0, most=1)
-    bandwidth: float = key(1.3e12, "bytes per second between a device and its memory, as operations reach it", above=0)
+    bandwidth: float = key(1.3e12, "bytes per second between a device and its memory, as operations reach it", least=1)
     holds_checkpoints: bool = key(False, "whether checkpoints are written from a copy in this memory, as on a CPU")
     reserved: float = key(2e9, "bytes that the process takes by itself: libraries, kernels, fragments", least=0)
 
@@ -76,8 +76,8 @@ class Cluster:
     """Hosts with devices, all alike."""
 
     name: str = key("cluster", "what it is called in tables")
-    hosts: int = key(1, "machines", least=1)
-    devices: int = key(8, "devices per host", least=1)
+    hosts: int = key(1, "machines", least=1, most=100_000)
+    devices: int = key(8, "devices per host", least=1, most=1024)
     error: float = key(0.1, "how far predictions may be off, as a share: the error bar", least=0, most=1)
     device: Device = field(default_factory=Device)
     inside: Interconnect = field(default_factory=lambda: Interconnect(bandwidth=235e9, latency=8e-6))

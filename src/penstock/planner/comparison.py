@@ -28,7 +28,7 @@ class Comparison:
     predicted: dict[str, float]
     plans: Plans  # what is best, now that the run is known
     basis: str  # what the prediction is from, in words
-    spread: float  # of the run's steps, as a share: half of the middle 80 %
+    spread: float | None  # of the run's steps, as a share: half of the middle 80 %; None: too few to tell
 
     @property
     def errors(self) -> dict[str, float]:
@@ -102,7 +102,9 @@ def comparison_text(found: Comparison) -> str:
         error = _error_text(name, errors[name]) if name in errors else ""
         rows.append((name, _figure(name, found.predicted[name]), _figure(name, value), error))
     worst = max(errors, key=lambda name: abs(errors[name]))
-    spread = f"the run's own steps differ by {found.spread:.0%} from their median"
+    spread = "the run has too few steps to tell by how much they differ"
+    if found.spread is not None:
+        spread = f"the run's own steps differ by {found.spread:.0%} from their median"
     furthest = f"furthest off: {worst}, by {_error_text(worst, errors[worst])}"
     lines = [table(rows, left=[0]), "", found.basis, spread, furthest]
     if not found.plans.ranked:

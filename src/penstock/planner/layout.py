@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import gcd
+from math import gcd, isqrt
 
 from penstock.planner.cluster import Cluster, Interconnect
 from penstock.train.config.settings import TrainConfig
@@ -116,4 +116,5 @@ def layouts(cluster: Cluster, *, most_stages: int, heads: int, batch: int, divis
 
 
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    small = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})

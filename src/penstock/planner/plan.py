@@ -80,6 +80,10 @@ def plan(
             raise UsageError("example= shows the inputs of a module or a function; a configuration has its own data")
     else:
         config = _config_of_module(example, cluster, options, batch, precision, optimizer)
+    if config.pipeline.workers == "threads":
+        raise UsageError(
+            'plans are for ranks that are processes, each with its own memory; leave out pipeline.workers = "threads"'
+        )
     space = SearchSpace(
         config.data.batch,
         optimizer_states(config),

@@ -35,6 +35,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of a microbatch
 FEW_SIZES = 4  # where fewer of these divide a batch, its other divisors are looked at too
 RANKED = 10  # layouts that are priced to the end
 SEARCHED, EFFORT = 512, 300  # microbatch-stages of plans whose schedule is also searched for; orders that are priced
+KINDS = ("weights", "gradients", "optimizer", "activations")
 ALIKE = 1.01  # times as many seconds are as few
 WORTH = 0.01  # of the makespan: what a searched schedule must save
 PricingOf = Callable[[MeshLayout, int], Pricing]
@@ -235,7 +236,7 @@ def _choose_all(
     for layout, choice in chosen[RANKED:]:
         rejected.append(Rejected(layout, f"takes {choice.seconds:.4g} s, longer than the plans above"))
     for layout, memory in sorted(too_large.items(), key=lambda each: each[1].process):
-        rejected.append(Rejected(layout, _too_much(memory, room, "before any activation")))
+        rejected.append(Rejected(layout, _too_much(memory, room, "before any activation", KINDS[:-1])))
     return chosen[:RANKED], rejected
 
 
@@ -283,10 +284,8 @@ def _why_not(layout: MeshLayout, choice: _Choice, room: float, space: SearchSpac
     return _too_much(candidate.fullest, room, family)
 
 
-def _too_much(memory: Memory, room: float, what: str) -> str:
-    parts = ", ".join(
-        f"{name} {bytes_text(getattr(memory, name))}" for name in ("weights", "gradients", "optimizer", "activations")
-    )
+def _too_much(memory: Memory, room: float, what: str, names: Sequence[str] = KINDS) -> str:
+    parts = ", ".join(f"{name} {bytes_text(getattr(memory, name))}" for name in names)
     return (
         f"needs {bytes_text(memory.process)} per device, of {bytes_text(room)} that a plan may fill ({what}: {parts})"
     )
@@ -363,7 +362,7 @@ def _advice(best: Plan, chosen: Sequence[_Choice], cluster: Cluster) -> Iterator
     yield f"{first}: {best.shares[first] / best.seconds:.0%} of a step; {kind}: {best.shares[kind] / best.seconds:.0%}"
     larger = min((each.larger for each in chosen if each.larger), key=lambda candidate: candidate.bound, default=None)
     if larger is not None and larger.bound < 0.97 * best.seconds and larger.seconds < 0.97 * best.seconds:
-        more = (larger.fullest.process - cluster.room) / (1 - cluster.device.headroom)
+        more = 1.001 * (larger.fullest.process - cluster.room) / (1 - cluster.device.headroom)  # rounded, it still fits
         yield (
             f"memory: with {bytes_text(more)} more per device, {larger.layout} with {larger.family} would fit and take "
             f"{larger.seconds:.4g} s, {1 - larger.seconds / best.seconds:.0%} less"

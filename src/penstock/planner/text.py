@@ -18,7 +18,7 @@ def plans_text(plans: Plans, most: int = 10, rejected: int = 6) -> str:
     cluster = plans.cluster
     lines = [
         f"{count_text(plans.parameters)} parameters on {cluster.hosts} x {cluster.devices} devices "
-        f"({cluster.name}), {cluster.device.memory / 1e9:.3g} GB each, of which "
+        f"({cluster.name}), {bytes_text(cluster.device.memory)} each, of which "
         f"{cluster.device.headroom:.0%} stay free",
         "",
     ]

@@ -39,6 +39,8 @@ class Shown(NamedTuple):
         """The same as the part after `#` of the page's address."""
         _check("ranks", self.ranks)
         _check("microbatches", self.microbatches)
+        if self.ranks is not None and self.microbatches is not None:
+            _check("size", self.ranks * self.microbatches)
         words: dict[str, object] = {"r": self.ranks, "m": self.microbatches}
         for letter, entry in zip(LETTERS, self.schedules, strict=False):
             if isinstance(entry, str):

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.output import guarded, write
-from penstock.cli.source import RANKS, BatchSizes, Sizes, complete_source, is_file, read, whole
+from penstock.cli.source import BatchSizes, Sizes, complete_source, is_file, read, whole
 from penstock.errors import UsageError
 from penstock.schedule import FAMILIES, family
 from penstock.view.studio import Shown, studio_page
@@ -59,10 +59,7 @@ def _begin(sources: list[str], ranks: int | None, microbatches: int | None) -> S
     files = [slot for slot in slots if not isinstance(slot, str)]
     if files:
         ranks, microbatches = files[0].ranks, files[0].microbatches
-    ranks = RANKS if ranks is None and microbatches is not None else ranks
-    if ranks is not None and microbatches is None:
-        microbatches = 2 * ranks
-    return Shown(tuple(slots), ranks, microbatches)
+    return Shown(tuple(slots), *BatchSizes(ranks, microbatches).filled())
 
 
 def serve(page: str, port: int) -> None:

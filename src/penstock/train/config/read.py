@@ -112,7 +112,8 @@ def checked(kind: type[Settings], document: Mapping[str, Any], origin: str) -> S
     return typing.cast(Settings, settings)
 
 
-def _table(kind: Any, document: Mapping[str, Any], path: str, faults: list[str]) -> Any:
+def _table(kind: Any, document: Mapping[str, Any], path: str, faults: list[str], default: Any = None) -> Any:
+    """The settings of a table; keys that it leaves out are those of `default`, or else of the kind."""
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
@@ -123,13 +124,17 @@ def _table(kind: Any, document: Mapping[str, Any], path: str, faults: list[str])
         elif dataclasses.is_dataclass(hints[name]):
             value = value.value if isinstance(value, Override) else value
             if isinstance(value, Mapping):
-                values[name] = _table(hints[name], value, f"{full}.", faults)
+                make = fields[name].default_factory
+                inside = None if make is dataclasses.MISSING else make()
+                values[name] = _table(hints[name], value, f"{full}.", faults, inside)
             else:
                 inner = ", ".join(field.name for field in dataclasses.fields(hints[name]))
                 faults.append(f"{full} is a table, not {_shown(value)}; its keys are {inner}")
         else:
             values[name] = _value(hints[name], value, full, fields[name], faults)
-    return None if faults else kind(**values)
+    if faults:
+        return None
+    return kind(**values) if default is None else dataclasses.replace(default, **values)
 
 
 def _unknown(full: str, name: str, known: list[str], path: str) -> str:

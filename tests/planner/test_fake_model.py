@@ -128,6 +128,14 @@ def test_a_model_without_layers_to_cut_between_is_planned_with_one_stage() -> No
         assert penstock.plan(model, small, batch=4, example=(x,)).best
 
 
+def test_no_microbatch_has_fewer_rows_than_the_model_takes() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    plans = penstock.plan(model, Cluster(devices=4), batch=4, example=(torch.zeros(2, 8),), schedules=["gpipe"])
+    assert plans.ranked
+    assert min(plan.rows for plan in plans.ranked) == 2
+    assert all(plan.layout.dp < 4 for plan in plans.ranked)  # where each replica has one row
+
+
 def test_what_is_no_model_is_named() -> None:
     with pytest.raises(UsageError, match="a function that builds one; got 5"):
         penstock.plan(5, Cluster(devices=2), example=(torch.zeros(1, 8),))  # type: ignore[arg-type]

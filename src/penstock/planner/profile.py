@@ -56,6 +56,7 @@ class Profile:
     attention: int = 0  # heads; tensor parallelism divides them
     keys_share: float = 1.0  # key and value heads, as a share of all
     code: tuple[str, ...] = ()  # modules of libraries that its layers are from
+    least_rows: int = 1  # that a microbatch must have
     undivided: str = ""  # why tensor parallelism cannot divide it
 
     @property
@@ -133,10 +134,11 @@ def profile_model(
     def counted(rows: int) -> tuple[Unit, ...]:
         return tuple(_counted(model, train, rows, names, styles, software, half))
 
+    least = 1
     try:
         one, two = counted(1), counted(2)
     except (RuntimeError, ValueError):  # a batch norm, say, takes more than one; what fails for any rows fails again
-        two, three = counted(2), counted(3)
+        two, three, least = counted(2), counted(3), 2
         one = tuple(on_line(low, high, 0) for low, high in zip(two, three, strict=True))
     shape = getattr(model, "config", None)
     heads = getattr(shape, "num_attention_heads", 0)
@@ -149,6 +151,7 @@ def profile_model(
         heads or _heads(model),
         (getattr(shape, "num_key_value_heads", None) or heads) / heads if heads else 1.0,
         tuple(code_of(model.modules())),
+        least,
     )
 
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.planner.cluster import Software
-from penstock.planner.fake_model import profile_config
+from penstock.planner.fake_model import profile_config, profile_module
 from penstock.planner.plan import config_for
 from penstock.planner.profile import Profile, profile_model
 from penstock.train.config.settings import GPTOptions
@@ -98,8 +99,78 @@ def test_tensor_parallelism_divides_what_its_layers_make_until_they_are_summed()
     assert block.saved.at(2) > block.saved.at(1) / 2
 
 
-def test_a_model_without_a_list_of_layers_is_refused_by_name() -> None:
-    with FakeTensorMode():
-        model = nn.Linear(4, 4)
-    with pytest.raises(Exception, match=r"Linear has no nn\.Sequential"):
-        profile_model(model, lambda rows: F.relu(model(torch.zeros(rows, 4))).sum())
+def counted_flops(model: nn.Module, example: Tensor) -> float:
+    """Forward and backward of one row, as a plan counts them."""
+    profile = profile_module(model, (example,), config_for("gpt", sequence=1), Software())
+    return sum(unit.forward.flops.at(1) + unit.backward.flops.at(1) for unit in profile.one)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [
+        (nn.Sequential(nn.Conv1d(3, 8, 3, bias=False), nn.Conv1d(8, 8, 3, stride=2)), (3, 16)),
+        (nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(512, 10)), (3, 8, 8)),
+        (nn.Sequential(nn.ConvTranspose2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ConvTranspose2d(8, 4, 3)), (3, 8, 8)),
+    ],
+    ids=["1d", "2d", "transposed"],
+)
+def test_convolutions_count_what_torch_counts(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """The gradients of a convolution are three outputs, of which the first is None where the input needs none.
+
+    They were given to torch's formula without the Nones: every model with a convolution ended in an IndexError.
+    """
+    counter = FlopCounterMode(display=False)
+    with counter:
+        model(torch.zeros(1, *shape)).sum().backward()
+    assert counted_flops(model, torch.zeros(1, *shape)) == counter.get_total_flops() > 0
+
+
+def test_a_grouped_convolution_has_gradients_as_dear_as_its_forward() -> None:
+    """Torch's own formula counts the gradient of the weights as if every channel met every other."""
+    model = nn.Sequential(nn.Conv2d(8, 8, 1, groups=8), nn.Conv2d(8, 8, 3, padding=1, groups=4))
+    forward = [2 * 64 * 8, 2 * 64 * 8 * 2 * 9]
+    assert counted_flops(model, torch.zeros(1, 8, 8, 8)) == 2 * forward[0] + 3 * forward[1]
+
+
+def test_a_model_without_a_list_of_layers_is_one_piece() -> None:
+    """It cannot be cut, and so it was refused; but replicas and a single device need no cut."""
+    model = nn.Linear(4, 4)
+    profile = profile_module(model, (torch.zeros(1, 4),), config_for("gpt", sequence=1), Software())
+    assert profile.counts_of(()) == (1,)
+    assert profile.parameters == 4 * 4 + 4
+    assert counted_flops(model, torch.zeros(1, 4)) == 2 * 2 * 4 * 4  # the input needs no gradient
+
+
+def test_a_model_that_takes_no_single_row_is_counted_on_more() -> None:
+    """A batch norm without other positions than rows refuses one row while it trains."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    plain = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    one, other = (counted_flops(each, torch.zeros(2, 8)) for each in (model, plain))
+    assert one == other == 2 * 2 * 8 * 8
+    profile = profile_module(model, (torch.zeros(2, 8),), config_for("gpt", sequence=1), Software())
+    assert [unit.output for unit in profile.units(5)] == [5 * 32, 5 * 32, 5 * 32, 0]
+    assert [unit.parameters.at(1) for unit in profile.units(5)] == [0, 72, 16, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_experts_of_a_layer_count_the_rows_that_each_is_given(dtype: torch.dtype) -> None:
+    """Torch makes a product of groups without memory in bfloat16 only, and has no formula for its operations."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.Parameter(torch.zeros(4, 16, 32, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            ends = torch.arange(1, 5, dtype=torch.int32) * (len(x) // 4)
+            return F.grouped_mm(x, self.weights, offs=ends)
+
+    x = torch.zeros(8, 16, dtype=dtype, requires_grad=True)
+    model = Experts()
+    assert model(x).shape == (8, 32)
+    model(x).square().sum().backward()  # torch has both directions, with memory
+    assert model.weights.grad is not None
+    profile = profile_module(model, (x.detach(),), config_for("gpt", sequence=1), Software())
+    layer = profile.units(8)[1]
+    assert layer.output == 8 * 32 * dtype.itemsize
+    assert layer.forward.flops.at(1) == layer.backward.flops.at(1) == 2 * 8 * 16 * 32

@@ -18,13 +18,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 aten: Any = torch.ops.aten
 FLASH, FLASH_BACKWARD = (
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 )
+CONVOLUTION, CONVOLUTION_BACKWARD = aten.convolution.default, aten.convolution_backward.default
+GROUPED = aten._grouped_mm.default  # the products of experts
+ALIKE = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution)  # products of tensors of one type
 LOOKUP = (aten.embedding.default,)
 CASTS = (aten._to_copy.default, aten.t.default, aten.detach.default, aten.view.default, aten.transpose.int)
 
@@ -73,6 +76,10 @@ class OperationCounts:
         return sum(flops / min(split / tp, other) for flops, split, other in self.shapes) / whole if whole else 0.0
 
 
+class CannotCount(RuntimeError):
+    """An operation that can run, and whose cost is not known; the message says what to plan instead."""
+
+
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operations inside its `with` block; `mark` ends one part of it and begins the next.
 
@@ -101,15 +108,19 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return part
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func.namespace == "aten":
-            inputs = list(_tensors((args, kwargs)))
-            outputs = list(_tensors(found))
-            if outputs:
-                self._count(func, inputs, outputs, args)
+        kwargs = kwargs or {}
+        inputs = list(_tensors((args, kwargs)))
+        found = _grouped(*inputs) if func is GROUPED else func(*args, **kwargs)
+        outputs = list(_tensors(found))
+        if func.namespace == "aten" and outputs:
+            _check_types(func, inputs, outputs)
+            self.count(func, args, kwargs, found, inputs, outputs)
         return found
 
-    def _count(self, func: Any, inputs: list[Tensor], outputs: list[Tensor], args: Any) -> None:
+    def count(
+        self, func: Any, args: Any, kwargs: dict[str, Any], found: Any, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        """Count an operation that has run."""
         before = [key_of(each) for each in inputs]
         known = [(each.dim(), key) for each, key in zip(inputs, before, strict=True) if key in self._trained]
         parameter = max(known)[1] if known else None  # of a product its matrix, not its bias
@@ -119,18 +130,18 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         style = None if parameter is None else self._styles.get(parameter)
         divided = any(self._alive.get(key, (0, False))[1] for key in before)
         divided |= self.backward and tuple(outputs[0].shape) in self._shapes
-        flops = _flops(func, inputs, outputs, args)
+        flops = _flops(func, inputs, args, kwargs, found)
         if flops is not None:
             self.part.flops.add(flops, divided or style is not None)
             if func is FLASH:
                 self.part.spared += flops if len(args) > 4 and args[4] else 0.0
                 self.part.keys += _bytes(inputs[1]) + _bytes(inputs[2])
             if parameter is not None:
-                divided = self._product(parameter, style, flops, inputs, outputs[0], divided)
+                divided = self._product(func, parameter, style, flops, inputs, outputs[0], divided)
             if func in (FLASH, FLASH_BACKWARD):
                 self.part.attention.add(flops, divided)
             else:  # its results are written when it has ended
-                self.part.traffic.add(_bytes(outputs[0]), divided)
+                self.part.traffic.add(sum(map(_bytes, outputs)), divided)
         elif func in LOOKUP:
             size = _bytes(outputs[0])
             self.part.traffic.add(2 * size, False)
@@ -148,7 +159,14 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._keep(each, divided)
 
     def _product(
-        self, parameter: int, style: str | None, flops: float, inputs: list[Tensor], output: Tensor, divided: bool
+        self,
+        func: Any,
+        parameter: int,
+        style: str | None,
+        flops: float,
+        inputs: list[Tensor],
+        output: Tensor,
+        divided: bool,
     ) -> bool:
         """A product with a parameter; whether its result is divided."""
         if not self.backward:
@@ -158,8 +176,8 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._second.add(parameter)
                 self._read.add(key_of(other))
             weight = next(each for each in inputs if key_of(each) == parameter)
-            out = float(output.shape[-1])
-            inner = weight.numel() / out
+            out = float(output.shape[1 if func is CONVOLUTION else -1])
+            inner = weight.numel() / out / (len(weight) if func is GROUPED else 1)
             divides = {None: (inf, min(out, inner)), "rowwise": (inner, out)}.get(style, (out, inner))
             self.part.shapes += ((flops, *divides),)
             if self._trained[parameter]:
@@ -233,7 +251,25 @@ def _tensors(values: Any) -> Iterator[Tensor]:
     return (each for each in pytree.tree_leaves(values) if isinstance(each, Tensor))
 
 
-def _flops(func: Any, inputs: list[Tensor], outputs: list[Tensor], args: Any) -> float | None:
+def _check_types(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    """Refuse what torch refuses only where there is memory, and tensors whose bytes are not known."""
+    types = {each.dtype for each in inputs}
+    if func.overloadpacket in ALIKE and len(types) > 1:
+        raise TypeError(f"{func.overloadpacket} of {' and '.join(sorted(map(str, types)))}, which must be one type")
+    if func.overloadpacket in ALIKE and outputs[0].is_complex():
+        raise CannotCount(f"{func.overloadpacket} of complex numbers is not priced; plan a stand-in with real ones")
+    if any(each.layout is not torch.strided for each in outputs):
+        raise CannotCount("it has sparse gradients, whose size depends on the data; plan it with sparse=False")
+
+
+def _grouped(rows: Tensor, weights: Tensor, *ends: Tensor) -> Tensor:
+    """What a product of groups makes: without memory, torch has it for bfloat16 only."""
+    if rows.dim() == weights.dim() == 2:  # the gradient of the weights, one matrix per group
+        return rows.new_empty(ends[0].shape[0], rows.shape[0], weights.shape[1])
+    return rows.new_empty(*rows.shape[rows.dim() > weights.dim() : -1], weights.shape[-1])
+
+
+def _flops(func: Any, inputs: list[Tensor], args: Any, kwargs: dict[str, Any], found: Any) -> float | None:
     """Floating-point operations of a product, None for what is no product; causal attention needs half of them."""
     if func is FLASH:
         whole = float(sdpa_flop_count(*(each.shape for each in inputs[:3])))  # type: ignore[no-untyped-call]
@@ -243,10 +279,16 @@ def _flops(func: Any, inputs: list[Tensor], outputs: list[Tensor], args: Any) ->
         whole = float(sdpa_backward_flop_count(*(each.shape for each in inputs[:4])))  # type: ignore[no-untyped-call]
         causal = len(args) > 7 and args[7]
         return whole / 2 if causal else whole
+    if func is CONVOLUTION_BACKWARD:  # each gradient takes as many as the forward; torch's formula does not know groups
+        output, given, weight = (each.shape for each in inputs[:3])
+        forward = conv_flop_count(given, weight, output, transposed=args[7])  # type: ignore[arg-type]
+        return float(forward * sum(args[10][:2]))
+    if func is GROUPED:
+        rows, weights = inputs[:2]  # each row meets the weights of one group
+        groups = len(rows) if rows.dim() > weights.dim() else 1
+        return 2.0 * rows.numel() * weights.shape[-1] / groups
     counted = flop_registry.get(func.overloadpacket)
-    if counted is None:
-        return None
-    return float(counted(*args, out_val=outputs[0] if len(outputs) == 1 else outputs))
+    return None if counted is None else float(counted(*args, **kwargs, out_val=found))
 
 
 def on_line(one: Any, two: Any, rows: float) -> Any:

@@ -7,20 +7,27 @@ as many as the model has.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.parallel.tensor_parallel.tensor_plan import TensorPlan, plan_of
 from penstock.planner.cluster import Software
-from penstock.planner.profile import Profile, Unit, profile_model
+from penstock.planner.counting import CannotCount, OperationCounter
+from penstock.planner.profile import Profile, Unit, owners_of_parameters, profile_model
 from penstock.train.build import build_model, gpt_options
+from penstock.train.config.consistent import check_model
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE, is_function
 from penstock.train.data.batches import open_data
@@ -32,16 +39,30 @@ from penstock.train.models.huggingface import folder_of, tensor_plan_of
 BUILT = 4  # of layers that repeat
 IN_MEMORY = "a module in memory"  # the source of a model that no configuration can name
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DATA_DEPENDENT = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
+FAILURES = (  # what the code of a model raises
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,  # also for operations that fake tensors do not have
+    TypeError,
+    ValueError,
+)
 
 
 def profile_config(config: TrainConfig, software: Software) -> Profile:
     """The profile of what a configuration trains."""
+    check_model(config)
     short, real = _shortened(config)
     half = HALVES.get(config.pipeline.precision)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake:
-        model, own_loss = build_model(short)
-        if config.model.source.startswith(HUGGINGFACE):
+    source = config.model.source
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with _named(f"model.source: {source} cannot be built without memory"):
+            model, own_loss = build_model(short)
+        if source.startswith(HUGGINGFACE):
             check_positions(config, model)
         freeze(model, config.training.freeze)
         loss = build_loss(config, model, own_loss, True)
@@ -56,17 +77,11 @@ def profile_config(config: TrainConfig, software: Software) -> Profile:
                 return output
             return loss(output, target, total=1.0) if isinstance(loss, StepLoss) else loss(output, target)
 
-        plan = _tensor_plan(config, model)
-        try:
+        plan, undivided = _tensor_plan(config, model)
+        rows = f"rows of data.source ({config.data.source!r}, data.sequence {config.data.sequence})"
+        with _named(f"{source} cannot run on {rows}", model, "; name data that the model takes"):
             found = profile_model(model, train, plan=plan, software=software, half=half, sequence=config.data.sequence)
-        except PenstockError:
-            raise
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise ModelError(
-                f"{config.model.source} cannot run on rows of data.source ({config.data.source!r}, data.sequence "
-                f"{config.data.sequence}): {error}; name data that the model takes"
-            ) from error
-    return _lengthened(found, real)
+    return replace(_lengthened(found, real), undivided=undivided)
 
 
 def profile_module(
@@ -76,7 +91,11 @@ def profile_module(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     half = HALVES.get(config.pipeline.precision)
     with fake:
-        built = _without_memory(model, fake) if isinstance(model, nn.Module) else model()
+        if isinstance(model, nn.Module):
+            built = _without_memory(model, fake)
+        else:
+            with _named(f"plan(): {getattr(model, '__qualname__', model)} cannot be called without memory"):
+                built = model()
         if not isinstance(built, nn.Module):
             raise UsageError(f"plan(): the function returned a {type(built).__name__}; return an nn.Module")
 
@@ -84,7 +103,49 @@ def profile_module(
             given = pytree.tree_map(lambda each: _rows_like(each, rows), example)
             return built(**given) if isinstance(given, dict) else built(*given)
 
-        return profile_model(built, train, software=software, half=half, sequence=config.data.sequence)
+        shown = ", ".join(_shown(each) for each in pytree.tree_leaves(example))
+        what = f"plan(): {type(built).__name__} cannot run without memory on rows like example= ({shown})"
+        with _named(what, built, "; pass inputs that the model takes, with rows as their first dimension"):
+            return profile_model(built, train, software=software, half=half, sequence=config.data.sequence)
+
+
+@contextmanager
+def _named(what: str, model: nn.Module | None = None, remedy: str = "") -> Iterator[None]:
+    """Turn what a model raises while it is built or run into an error that says which model, where and why.
+
+    Errors of the counting itself are left as they are, and torch's log of operations that failed is left out.
+    """
+    log = logging.getLogger(fake_tensor.__name__)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    except PenstockError:
+        raise
+    except FAILURES as error:
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        if any(frame.f_code is OperationCounter.count.__code__ for frame in frames):
+            raise
+        if isinstance(error, DATA_DEPENDENT):
+            why = f"it looks at its data ({error.func}), which is not there without memory"
+            remedy = "; plan a stand-in with the same layers that takes one path for all data"
+        elif isinstance(error, CannotCount):
+            why, remedy = str(error), ""
+        else:
+            why = f"{type(error).__name__}: {str(error).rstrip('. ')}"
+        raise ModelError(f"{what}: {_place(model, frames)}{why}{remedy}") from error
+    finally:
+        log.disabled = before
+
+
+def _place(model: nn.Module | None, frames: list[FrameType]) -> str:
+    """The innermost module that was running."""
+    names = {} if model is None else {id(each): name for name, each in model.named_modules() if name}
+    ran = [each for each in (frame.f_locals.get("self") for frame in frames) if id(each) in names]
+    return f"in module {names[id(ran[-1])]!r} ({type(ran[-1]).__name__}): " if ran else ""
+
+
+def _shown(value: Any) -> str:
+    return f"{value.dtype} of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _rows_like(value: Any, rows: int) -> Any:
@@ -118,19 +179,25 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = buffer.to(dtype)
 
 
-def _tensor_plan(config: TrainConfig, model: nn.Module) -> TensorPlan | None:
+def _tensor_plan(config: TrainConfig, model: nn.Module) -> tuple[TensorPlan | None, str]:
+    """How the model is divided over tp; or why no layout with tp is looked at, where no ready plan matches it."""
     try:
-        return plan_of(tensor_plan_of(config, model))
-    except UsageError:  # there is no ready plan: no layout with tp is looked at
-        return None
+        plan = plan_of(tensor_plan_of(config, model))
+        if plan is not None:
+            plan.resolve(owners_of_parameters(model))
+        return plan, ""
+    except UsageError as error:
+        if config.mesh.tensor_plan is not None:
+            raise
+        return None, str(error)
 
 
 def _example(config: TrainConfig, rows: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     """A few rows, as the data would give them."""
     if isinstance(config.data.source, str) and is_function(config.data.source) and config.data.format == "auto":
         batch = open_data(config).first()
-        cut = lambda value: value[:rows] if isinstance(value, Tensor) and value.dim() else value  # noqa: E731
-        args, kwargs, target = pytree.tree_map(cut, (batch.args, batch.kwargs, batch.target))
+        given = (batch.args, batch.kwargs, batch.target)
+        args, kwargs, target = pytree.tree_map(lambda each: _rows_like(each, rows), given)
         return args, kwargs, target
     ids = torch.zeros(rows, config.data.sequence, dtype=torch.int64)
     if config.model.source.startswith(HUGGINGFACE):

@@ -74,10 +74,10 @@ def plan(
         The plans, the fastest first; `plans.best` is one for `Pipeline(plan=...)`.
     """
     is_named = isinstance(model, (str, Path, TrainConfig)) or not callable(model)
-    if is_named and example is not None:
-        raise UsageError("example= shows the inputs of a module or a function; a configuration has its own data")
     if is_named:
         config = config_for(model, batch, sequence, precision, optimizer, options)
+        if example is not None:
+            raise UsageError("example= shows the inputs of a module or a function; a configuration has its own data")
     else:
         config = _config_of_module(example, cluster, options, batch, precision, optimizer)
     if config.pipeline.workers == "threads":

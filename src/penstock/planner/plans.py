@@ -130,6 +130,8 @@ def no_plan(plans: Plans) -> str:
         "what helps: more devices, or more memory on each (device.memory); a smaller optimizer (optimizer.name=sgd or "
         "adamw8bit); shorter rows (--sequence)"
     )
+    if len(plans.rejected) > 1 and all(each.layout.pp == each.layout.tp == 1 for each in plans.rejected):
+        worst.append("  pp > 1: it has no nn.Sequential or nn.ModuleList of layers to cut between, or one with too few")
     return "\n".join([f"no layout of {plans.cluster.world} devices can train {model}:", *worst, remedy])
 
 

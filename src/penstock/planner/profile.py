@@ -2,7 +2,7 @@
 
 The model runs forward and backward under torch's fake tensors (`fake_model` builds it): every operation is seen and
 none is computed. It is run on one row and on two, which tells what grows with the rows of a microbatch (products,
-activations) from what does not (gradients that are added up).
+activations) from what does not (gradients that are added up); on two and three where it takes no single row.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class Profile:
     attention: int = 0  # heads; tensor parallelism divides them
     keys_share: float = 1.0  # key and value heads, as a share of all
     code: tuple[str, ...] = ()  # modules of libraries that its layers are from
+    least_rows: int = 1  # that a microbatch must have
+    undivided: str = ""  # why tensor parallelism cannot divide it
 
     @property
     def parameters(self) -> float:
@@ -128,7 +130,16 @@ def profile_model(
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)  # so that later gradients are added
-    one, two = (tuple(_counted(model, train, rows, names, styles, software, half)) for rows in (1, 2))
+
+    def counted(rows: int) -> tuple[Unit, ...]:
+        return tuple(_counted(model, train, rows, names, styles, software, half))
+
+    least = 1
+    try:
+        one, two = counted(1), counted(2)
+    except (RuntimeError, ValueError):  # a batch norm, say, takes more than one; what fails for any rows fails again
+        two, three, least = counted(2), counted(3), 2
+        one = tuple(on_line(low, high, 0) for low, high in zip(two, three, strict=True))
     shape = getattr(model, "config", None)
     heads = getattr(shape, "num_attention_heads", 0)
     return Profile(
@@ -140,6 +151,7 @@ def profile_model(
         heads or _heads(model),
         (getattr(shape, "num_key_value_heads", None) or heads) / heads if heads else 1.0,
         tuple(code_of(model.modules())),
+        least,
     )
 
 
@@ -163,8 +175,9 @@ def _counted(
         stack.enter_context(torch.autocast("cpu", dtype=half) if half is not None else nullcontext())
         stack.enter_context(hooks.hooked())
         stack.enter_context(counter)
-        loss = train(rows)
-        loss = loss if isinstance(loss, Tensor) else next(iter(pytree.tree_leaves(loss)))
+        loss = next((each for each in pytree.tree_leaves(train(rows)) if getattr(each, "requires_grad", False)), None)
+        if loss is None:
+            raise ModelError(f"{type(model).__name__} returns no tensor with a gradient; a plan is for training")
         hooks.turn()
         loss.sum().backward()
         hooks.end()
@@ -259,7 +272,8 @@ def _units(hooks: _UnitHooks, model: nn.Module, names: list[str], styles: dict[i
     early, late = _rest(model, names, rest)
     held = [early, *owned, late]
     live = Amount()
-    for number, (forward, name) in enumerate(zip(hooks.forward, ["", *names, hooks.after], strict=True)):
+    parts = [name or type(model).__name__ for name in names]
+    for number, (forward, name) in enumerate(zip(hooks.forward, ["", *parts, hooks.after], strict=True)):
         backward = hooks.backward.get(number, OperationCounts())
         before, live = live, forward.live
         start = (
@@ -297,7 +311,7 @@ def _rest(model: nn.Module, names: list[str], rest: dict[str, Any]) -> tuple[dic
 
 
 def _unit_names(model: nn.Module) -> tuple[list[str], bool]:
-    """The modules that a model is cut between; and whether it is a plain sequence of them."""
+    """The modules that a model is cut between, or itself; and whether it is a plain sequence of them."""
     if isinstance(model, nn.Sequential) and len(model) > 1:
         return [name for name, _ in model.named_children()], True
     lists = [
@@ -306,19 +320,21 @@ def _unit_names(model: nn.Module) -> tuple[list[str], bool]:
     weights = {name: sum(each.numel() for each in module.parameters()) for name, module in lists}
     outer = [(name, module) for name, module in lists if len(module) > 1]
     if not outer:
-        raise ModelError(
-            f"{type(model).__name__} has no nn.Sequential or nn.ModuleList of layers to cut between; a plan needs one"
-        )
+        return [""], False
     name, module = max(outer, key=lambda each: (weights[each[0]], -len(each[0])))
     return [f"{name}.{child}" if name else child for child, _ in module.named_children()], False
+
+
+def owners_of_parameters(model: nn.Module) -> list[str]:
+    """The modules that a tensor plan's patterns are matched against."""
+    return [name for name, module in model.named_modules() if name and any(True for _ in module.parameters(False))]
 
 
 def _styles(model: nn.Module, plan: TensorPlan | None, software: Software) -> dict[int, str]:
     """By address: how a plan divides parameters."""
     if plan is None:
         return {}
-    names = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters(False))]
-    plan.resolve(names)  # which refuses what matches nothing
+    names = owners_of_parameters(model)
     found: dict[int, str] = {}
     kinds = {"colwise": "colwise", "colwise-gathered": "gathered", "rowwise": "rowwise", "embedding": "embedding"}
     for pattern, style in plan.styles.items():

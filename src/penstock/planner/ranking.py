@@ -66,6 +66,8 @@ def _cuts_of(layout: MeshLayout, pricing_of: PricingOf, space: SearchSpace) -> I
     share = space.batch // layout.dp
     for rows in _sizes(share, space.rows):
         pricing = pricing_of(layout, rows)
+        if rows < pricing.profile.least_rows:
+            continue
         for per_rank in space.per_rank if layout.pp > 1 else (1,):
             if per_rank == 1 or share // rows % layout.pp == 0 or not pricing.cluster.software.whole_rounds:
                 of_cut = partial(_candidates_of_cut, pricing, per_rank, share // rows, space)
@@ -179,6 +181,8 @@ def rank_plans(
     advice = [*_advice(plans[0], [choice for _, choice in chosen], cluster)] if plans else []
     if plans and among is None:
         advice += _fewer_devices(plans[0].seconds, profile, cluster, space)
+    if plans and profile.undivided and among is None and cluster.devices > 1:
+        advice.append(f"tp: left out, because no ready plan divides the model ({profile.undivided})")
     return Plans(tuple(plans), tuple(rejected), tuple(advice), cluster, profile.parameters)
 
 

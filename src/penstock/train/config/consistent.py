@@ -16,14 +16,25 @@ from penstock.train.config.tuning import tuning_faults
 def check_consistent(config: TrainConfig, origin: str = "the configuration") -> None:
     """UsageError with everything that does not go together."""
     cut = list(_cut(config))
-    faults = [
-        *_rows(config),
-        *cut,
-        *_numbers(config),
-        *_overlap(config),
-        *_data(config),
-        *_model(config, None if cut else stages_of(config)),
-    ]
+    _refuse(
+        [
+            *_rows(config),
+            *cut,
+            *_numbers(config),
+            *_overlap(config),
+            *_data(config),
+            *_model(config, None if cut else stages_of(config)),
+        ],
+        origin,
+    )
+
+
+def check_model(config: TrainConfig) -> None:
+    """UsageError with what does not go together in the model itself, however it is run."""
+    _refuse([*_model(config, None)], "the configuration")
+
+
+def _refuse(faults: list[str], origin: str) -> None:
     if faults:
         raise UsageError("\n  ".join([f"{origin}:", *faults]) if len(faults) > 1 else f"{origin}: {faults[0]}")
 

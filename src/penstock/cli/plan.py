@@ -14,8 +14,11 @@ from penstock.errors import UsageError
 from penstock.train.config.source import functions_in
 from penstock.view.figures import counted
 
-CHOSEN = ("mesh.", *(f"pipeline.{key}=" for key in ("ranks", "stages", "microbatches", "schedule", "recompute")))
-CHOSEN += ("pipeline.balance=", "pipeline.split_at=")  # settings that a plan chooses
+_OF_PIPELINE = ("ranks", "stages", "microbatches", "schedule", "recompute", "balance", "split_at")
+CHOSEN = (  # settings that a plan chooses
+    *(f"pipeline.{key}=" for key in _OF_PIPELINE),
+    *(f"mesh.{key}=" for key in ("replicas", "replicate", "tp", "inner")),
+)
 
 Items = Annotated[
     list[str] | None,

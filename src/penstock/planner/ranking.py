@@ -182,7 +182,7 @@ def rank_plans(
     if plans and among is None:
         advice += _fewer_devices(plans[0].seconds, profile, cluster, space)
     if plans and profile.undivided and among is None and cluster.devices > 1:
-        advice.append(f"tp: left out, because no ready plan divides the model ({profile.undivided})")
+        advice.append(f"without tp, because {profile.undivided}")
     return Plans(tuple(plans), tuple(rejected), tuple(advice), cluster, profile.parameters)
 
 

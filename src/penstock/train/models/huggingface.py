@@ -107,7 +107,7 @@ def tensor_plan_of(config: TrainConfig, model: nn.Module) -> Any:
     if hasattr(getattr(model, "model", None), "embed_tokens"):
         return "llama"
     raise UsageError(
-        f"mesh.tp is {config.mesh.tp}, and there is no ready plan for {type(model).__name__}; set mesh.tensor_plan to "
+        f"there is no ready plan to divide the tensors of a {type(model).__name__}; set mesh.tensor_plan to "
         f'a table of patterns of layers to styles, such as {{"layers.*.up" = "colwise", "layers.*.down" = "rowwise"}}'
     )
 

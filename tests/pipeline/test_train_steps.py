@@ -366,6 +366,18 @@ def failing_update(
         return [*said, "went on"]
 
 
+def failed_and_taken_back() -> list[list[float]]:
+    """Losses where no update fails, and where one of rank 1 does that is taken back anyway, since clipping bites."""
+    found = []
+    for breaks_in in (-1, 2):
+        with pipeline("zb-v", transport="shared") as pipe:
+            optimizer = Breaking(pipe.parameters(), lr=0.01)
+            optimizer.breaks_in = breaks_in if pipe.rank == 1 else -1
+            steps = pipe.train_steps(batches([1.0, 1.0, 60.0, 1.0, 1.0]), optimizer, clip=LIMIT)
+            found.append([result.loss.item() for result in steps])
+    return found
+
+
 FAILING_UPDATES: dict[str, Any] = {
     "the first": (0, None),
     "early": (2, None),
@@ -599,6 +611,7 @@ def scenarios(folder: str) -> dict[str, Any]:
         "late": failing("W-1", 2),
         "late with clipping": failing("W-1", 2, 1e9),
         "repaired": repaired(),
+        "taken back": failed_and_taken_back(),
         "interrupted while abandoned": interrupted_while_abandoned(),
         "interrupted in update": (interrupted_in_update([1, 1]), undisturbed()),
         "interrupted in half an update": interrupted_in_update([2, 1]),
@@ -680,6 +693,14 @@ def test_an_optimizer_that_fails_on_one_rank_is_named_by_all_with_its_error_and_
         else:
             assert kind == "PeerFailure"
             assert text.startswith(f"rank 1 failed (action update after step {FAILING_UPDATES[case][0]}): ValueError")
+
+
+def test_an_update_that_failed_and_is_taken_back_is_made_right_and_counted_once(seen):
+    """The rank counted it as one that was never made, so that the ranks seemed to be in different steps."""
+    for rank in seen:
+        right, after_a_failure = rank["taken back"]
+        assert len(right) == 5
+        assert after_a_failure == right
 
 
 def test_ctrl_c_in_a_step_that_is_abandoned_is_not_lost(seen):

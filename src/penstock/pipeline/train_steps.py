@@ -377,7 +377,9 @@ class StepLoop:
         """Where a step was updated wrongly, make the right update; where it failed elsewhere, undo it, and raise."""
         error = abandoned.error
         if error is None:
-            self._failed_update = None  # it is taken back
+            if self._failed_update is not None:  # it is taken back, as one that was made
+                self._failed_update = None
+                self._parts.deployment.counter.step += 1
             self._agree_on_update(before.number, partial(self._update, before.decision, again=True))
             return
         if before.ended.told and before.ended.failure is None and before.can_be_undone:

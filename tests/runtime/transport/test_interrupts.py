@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from processes import launch
+from processes import launch, on_processes
 from tiers import mostly_slow
 from torch import nn
 
 import penstock
 from penstock.errors import PeerFailure
+from penstock.runtime.transport.distributed.exchange import Exchange
 from penstock.runtime.transport.interrupts import CTRL_C, uninterrupted
 
 ROUNDS = 25
@@ -173,3 +174,42 @@ def test_one_that_comes_as_the_step_ends_does_not_leave_the_next_without_care(mo
     with CTRL_C.around_step():
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def interrupted_as_the_step_begins(victim: int) -> list[str]:
+    """Ctrl-C between the post of the receive for the step's report and its filing: what two steps end with."""
+    pipe = penstock.Pipeline(
+        [nn.Linear(8, 8), nn.Linear(8, 8)],
+        microbatches=4,
+        loss_fn=nn.functional.mse_loss,
+        transport="distributed",
+        timeout=20,
+    )
+    x = torch.ones(8, 8)
+    pipe.step(x, target=x)
+    real, armed = Exchange._post, [dist.get_rank() == victim]
+
+    def post(self: Exchange, peer: int) -> Any:
+        posted = real(self, peer)
+        if armed[0]:
+            armed[0] = False
+            signal.raise_signal(signal.SIGINT)
+        return posted
+
+    Exchange._post = post  # type: ignore[method-assign]
+    ends = []
+    for _ in range(2):
+        try:
+            ends.append(f"{pipe.step(x, target=x).loss is not None}")
+        except (KeyboardInterrupt, PeerFailure) as error:
+            ends.append(type(error).__name__)
+    pipe.close()
+    return ends
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ctrl_c_as_a_step_begins_leaves_no_receive_behind(victim: int) -> None:
+    """The receive was forgotten and posted again; the first one took the peer's report, and both ranks waited."""
+    found = on_processes(2, interrupted_as_the_step_begins, victim)
+    assert found[victim] == ["KeyboardInterrupt", "True"]
+    assert found[1 - victim] == ["PeerFailure", "True"]

@@ -92,15 +92,18 @@ class Exchange:
         self._transfers = transfers
         self._prepared: dict[int, tuple[Tensor, Any]] = {}
 
+    @uninterrupted
     def prepare(self) -> None:
         """Be ready for what is said in the next exchange: called when a step begins, which one will end.
 
         Gloo sends nothing before it has heard that the receive is posted. A receive that is posted at the end of the
         step lets the report of a rank on another host wait for one more way there and back.
         """
-        if not self._prepared:
-            self._prepared = {peer: self._post(peer) for peer in self._peers}
+        for peer in self._peers:
+            if peer not in self._prepared:
+                self._prepared[peer] = self._post(peer)
 
+    @uninterrupted
     def post(
         self, step: int, current: ChannelEnds[Any, Any], used: Sequence[ChannelEnds[Any, Any]], call: str, value: Any
     ) -> Posted:

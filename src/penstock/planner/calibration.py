@@ -28,13 +28,13 @@ from penstock.train.config.read import checked
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.account import optimizer_states
 from penstock.train.run.flops import peak_flops
+from penstock.train.run.memory import KINDS
 from penstock.train.run.run_folder import RunFolder
 
 STEPS = 60  # how often the range of efficiencies is halved
 SPREAD_STEPS = 5  # fewer do not tell by how much steps differ
 SKIPPED = 3  # steps of a run in which libraries are still being loaded
 ABOVE_MEASURED = 4.0  # a peak that was measured once, on cores that others used as well, may be exceeded so far
-KINDS = ("weights", "gradients", "optimizer", "activations")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.planner.calibration import KINDS, RecordedRun, from_run, read_run
+from penstock.planner.calibration import RecordedRun, from_run, read_run
 from penstock.planner.cluster import Cluster
 from penstock.planner.fake_model import profile_config
 from penstock.planner.plan import stated_cluster
@@ -16,6 +16,7 @@ from penstock.planner.ranking import make_plan, rank_plans
 from penstock.planner.text import plan_document, plans_document, ranking_table
 from penstock.planner.writing import priced_settings
 from penstock.rules import is_float
+from penstock.train.run.memory import KINDS
 from penstock.view.figures import percent, table, time_text
 
 

@@ -27,7 +27,7 @@ from penstock.planner.profile import Profile
 from penstock.schedule import family, search_report, simulate
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.account import optimizer_states
-from penstock.train.run.memory import Memory
+from penstock.train.run.memory import KINDS, Memory
 from penstock.view.figures import bytes_text
 
 PER_RANK = (1, 2, 3, 4, 6, 8)  # stages per rank that are tried
@@ -35,7 +35,6 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of a microbatch
 FEW_SIZES = 4  # where fewer of these divide a batch, its other divisors are looked at too
 RANKED = 10  # layouts that are priced to the end
 SEARCHED, EFFORT = 512, 300  # microbatch-stages of plans whose schedule is also searched for; orders that are priced
-KINDS = ("weights", "gradients", "optimizer", "activations")
 ALIKE = 1.01  # times as many seconds are as few
 WORTH = 0.01  # of the makespan: what a searched schedule must save
 PricingOf = Callable[[MeshLayout, int], Pricing]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from penstock.train.updates.ema import WeightAverage
 
 COUNTED = 2  # the step of a start in which activations are counted: in the first, the loss is checked as well
+KINDS = ("weights", "gradients", "optimizer", "activations")  # of tensors
 
 
 @dataclass(frozen=True)

@@ -149,11 +149,29 @@ def test_a_program_and_a_public_name() -> None:
         ({"faults": ["lose 0SEND_F9"]}, "sends no such message"),
         ({"faults": ["fail 1 at 1F0 in step 1"]}, "there is no step 1"),
         ({"faults": [7]}, "faults are texts"),
+        ({"faults": ["die 1 at 3 in step 1"], "steps": 2}, "a time counts from the start of training"),
+        ({"faults": ["lose 0SEND_F1", "duplicate 0SEND_F1"]}, "are about the same message"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused(options: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         rehearse(build("1f1b", 2, 4), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("faults", "as_if"),
+    [
+        (["stop 1 at 3.5 for 11", "stop 1 at 4.5 for 1"], ["stop 1 at 3.5 for 11"]),
+        (["stop 1 at 3.5", "stop 1 at 4.5 for 1"], ["stop 1 at 3.5"]),
+        (["slow 1 at 1F2 by 2", "stall 1 at 1F2 for 30"], ["stall 1 at 1F2 for 30", "slow 1 at 1F2 by 2"]),
+    ],
+)
+def test_faults_of_one_rank_add_up(faults: list[str], as_if: list[str]) -> None:
+    """Once the stop that ended first let the rank go, even one that was to stop for ever, and of two faults at one
+    action only the second happened."""
+    found, alike = (rehearse(build("1f1b", 4, 8), faults=each) for each in (faults, as_if))
+    assert set(map(str, found.struck)) == set(faults)
+    assert (found.makespan, found.order, found.named) == (alike.makespan, alike.order, alike.named)
 
 
 def test_reductions_are_not_rehearsed() -> None:

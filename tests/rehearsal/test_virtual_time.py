@@ -66,8 +66,8 @@ def test_a_rank_that_is_stopped_finds_everything_late() -> None:
         seen.append(time.now)
 
     time.start(3, main)
-    time.start(-1, lambda: time.stop(3), at=1.0)
-    time.start(-1, lambda: time.go_on(3), at=7.0)
+    time.start(-1, lambda: time.stop(3, 7.0), at=1.0)
+    time.start(-1, lambda: time.stop(3, 4.0), at=3.0)  # ends first, and the longer stop goes on
     time.run(lambda: bool(seen), until=100)
     time.close()
     assert seen == [7.0]

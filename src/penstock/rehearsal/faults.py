@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.errors import NotationError, UsageError
@@ -98,6 +99,16 @@ def parse_fault(text: str) -> PlannedFault:
     return PlannedFault(kind, _when(text, given["at"]), int(given["rank"]), step, seconds, factor)
 
 
+def check_plan(faults: Iterable[PlannedFault | str], program: Schedule, steps: int) -> list[PlannedFault]:
+    """The faults of a rehearsal, if the program has what they are about and each message has one fate."""
+    planned = [check_planned(fault, program, steps) for fault in faults]
+    fates: dict[tuple[float | Action, int], PlannedFault] = {}
+    for fault in planned:
+        if fault.kind in MESSAGE and (other := fates.setdefault((fault.at, fault.step), fault)) is not fault:
+            raise UsageError(f"'{other}' and '{fault}' are about the same message; plan one of them")
+    return planned
+
+
 def check_planned(fault: PlannedFault | str, program: Schedule, steps: int) -> PlannedFault:
     """The fault, if this program has what it is about."""
     if isinstance(fault, str):
@@ -120,6 +131,8 @@ def check_planned(fault: PlannedFault | str, program: Schedule, steps: int) -> P
             raise UsageError(f"'{fault}': {fault.at} is no computation of rank {fault.rank}; see the program (show)")
     elif not 0 <= fault.at < math.inf:
         raise UsageError(f"'{fault}': a time is 0 or more and finite")
+    elif fault.step:
+        raise UsageError(f"'{fault}': a time counts from the start of training; 'in step' goes with an action")
     return fault
 
 

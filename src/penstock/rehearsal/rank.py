@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from penstock.errors import PeerFailure, PenstockError
 from penstock.rehearsal.faults import PlannedFault
 from penstock.rehearsal.network import Network, Parcel, Store
 from penstock.rehearsal.stage import RehearsedStage, loss_of
 from penstock.rehearsal.transport import Message, RehearsalTransport
+from penstock.rehearsal.virtual_time import EVERYWHERE
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.handlers import Context
@@ -84,7 +85,7 @@ class RehearsedRank:
         self._time = setting.network.time
         self._random = random.Random(setting.seed * 1_000_003 + rank)
         self.strikes: dict[
-            tuple[int, Op, int, int, int | None], PlannedFault
+            tuple[int, Op, int, int, int | None], list[PlannedFault]
         ] = {}  # by step, op, stage, microbatch, peer
         self.struck: list[PlannedFault] = []
         self.factor = 1.0  # of its computations' times
@@ -162,8 +163,7 @@ class RehearsedRank:
         """A computation takes its time."""
         setting, time = self._setting, self._time
         if self.strikes:
-            fault = self.strikes.pop((self._step, op, stage, microbatch, None), None)
-            if fault is not None:
+            for fault in self.strikes.pop((self._step, op, stage, microbatch, None), ()):
                 self.strike(fault)
         seconds = setting.times[op][stage] * setting.sizes[microbatch] * self.factor * self._share
         if setting.jitter:
@@ -201,8 +201,7 @@ class RehearsedRank:
             op = Op.SEND_F if channel.direction == "F" else Op.SEND_B
             if self.strikes:
                 key = self._step, op, channel.source_stage, microbatch, channel.target_stage
-                fault = self.strikes.pop(key, None)
-                if fault is not None:
+                for fault in self.strikes.pop(key, ()):
                     self.struck.append(fault)
                     fate = fault.kind
             if setting.record:
@@ -222,7 +221,8 @@ class RehearsedRank:
         until = self._time.now + fault.seconds
         if fault.kind == "slow":
             self.factor *= fault.factor
-            self._later(until, self._recover, fault.factor)
+            if until < math.inf:
+                self._time.start(EVERYWHERE, lambda: self._recover(fault.factor), until)
         elif fault.kind == "stall":
             self.stalled_until = max(self.stalled_until, until)
         elif fault.kind == "fail":
@@ -230,14 +230,9 @@ class RehearsedRank:
         else:
             if fault.kind == "die":
                 self._setting.network.close(self.rank)
-            self._time.stop(self.rank)
-            self._later(until, self._time.go_on, self.rank)
+            self._time.stop(self.rank, until)
             if self._time.current.rank == self.rank:
                 self._time.wait(until)
 
     def _recover(self, factor: float) -> None:
         self.factor /= factor
-
-    def _later(self, at: float, call: Any, argument: Any) -> None:
-        if at < math.inf:
-            self._time.start(-1, lambda: call(argument), at)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from penstock.errors import UsageError
-from penstock.rehearsal.faults import PlannedFault, check_planned
+from penstock.rehearsal.faults import PlannedFault, check_plan
 from penstock.rehearsal.network import Network, Store
 from penstock.rehearsal.rank import Notice, RehearsedRank, Setting
 from penstock.rehearsal.stage import plain_loop
@@ -142,7 +142,7 @@ def checked(
     if store_host is not None and not 0 <= store_host < program.ranks:
         raise UsageError(f"store_host={store_host}; there are ranks 0 to {program.ranks - 1}, or None")
     costs.check_edges(program.topology)
-    return program, costs, [check_planned(fault, program, steps) for fault in faults]
+    return program, costs, check_plan(faults, program, steps)
 
 
 def limit_of(
@@ -202,7 +202,7 @@ def plan_faults(
         if isinstance(at, Action):
             owner = ranks[program.placement.rank_of(at.stage)]
             peer = at.other_end if at.op.is_transfer else None
-            owner.strikes[fault.step, at.op, at.stage, at.microbatch, peer] = fault
+            owner.strikes.setdefault((fault.step, at.op, at.stage, at.microbatch, peer), []).append(fault)
         else:
             assert fault.rank is not None
             owner = ranks[fault.rank]

@@ -82,6 +82,7 @@ class RehearsalOutgoing(Outgoing):
         super().__init__(channel)
         self._number = number
         self._transfers = transfers
+        self._connection = transfers.connection(channel.target_rank)
         self._stamp = stamp
 
     def _send(self, microbatch: int, value: Any) -> None:
@@ -93,7 +94,7 @@ class RehearsalOutgoing(Outgoing):
 
     def _put(self, message: Message) -> None:
         parcel: Any = self._stamp(self._number, message)  # in the place of a tensor
-        self._transfers.send(parcel, self.channel.target_rank, self._number, self.channel, message.microbatch)
+        self._transfers.send(parcel, self._connection, self._number, self.channel, message.microbatch)
 
 
 class Mail:
@@ -107,7 +108,7 @@ class Mail:
 
     def put_exchange(self, peer: int, step: int, body: bytes) -> None:
         parcel: Any = Parcel((step, body), 0.0, self._network.latency(self._transfers.rank, peer))
-        self._transfers.send(parcel, peer, CONTROL)
+        self._transfers.send(parcel, self._transfers.connection(peer), CONTROL)
 
     def get_exchange(self, peer: int) -> tuple[int, bytes]:
         wire = self._network.wire(peer, self._transfers.rank, CONTROL)

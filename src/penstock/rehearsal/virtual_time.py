@@ -56,7 +56,7 @@ class VirtualTime:
         self._number = count().__next__
         self._hub = getcurrent()
         self._tasks: list[Task] = []
-        self._stopped: set[int] = set()  # ranks that stand still
+        self._stopped: dict[int, float] = {}  # ranks that stand still, and until when
         self._unstarted: Task | None = None  # due next
         self._held: list[Task] = []  # due while their rank stood still
 
@@ -108,13 +108,17 @@ class VirtualTime:
 
     # -- from within a fault
 
-    def stop(self, rank: int) -> None:
-        """The rank stands still: none of its tasks runs from here on."""
-        self._stopped.add(rank)
+    def stop(self, rank: int, until: float = math.inf) -> None:
+        """The rank stands still: none of its tasks runs before that time, whatever else ends earlier."""
+        self._stopped[rank] = max(until, self._stopped.get(rank, until))
+        if until < math.inf:
+            self.start(EVERYWHERE, lambda: self._go_on(rank), until)
 
-    def go_on(self, rank: int) -> None:
-        """The rank runs again, with everything that has become due meanwhile."""
-        self._stopped.discard(rank)
+    def _go_on(self, rank: int) -> None:
+        """The rank runs again, with everything that has become due meanwhile, if this was the last of its stops."""
+        if self._stopped.get(rank, math.inf) > self.now:
+            return
+        del self._stopped[rank]
         for task in self._held:
             self.wake(task, self.now)
         self._held.clear()

@@ -1,4 +1,8 @@
-"""`penstock train` as a user starts it: a process of its own, watched from outside, disturbed, and looked at after."""
+"""`penstock train` as a process of its own: watched from outside, disturbed, and looked at after.
+
+It is a fork of one that has torch loaded, and so is the server of its ranks (warm.py); a `new` one is as a user starts
+it.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from processes import on_processes, state_of
+from warm import WarmProcess
 
 from penstock.train.launch.stopping import Stop
 from penstock.train.run.metrics import read_metrics
@@ -77,14 +82,20 @@ def prepare(folder: Path) -> None:
 class Job:
     """A running `penstock train`."""
 
-    def __init__(self, folder: Path, *settings: str, group: bool = False) -> None:
+    def __init__(self, folder: Path, *settings: str, group: bool = False, new: bool = False) -> None:
         self.folder = folder
         self.output = folder / "run"
         self._log = (folder / "log.txt").open("wb")
-        command = [sys.executable, "-m", "penstock", "train", *TINY, "output=run", *settings]
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
+        arguments = ["train", *TINY, "output=run", *settings]
+        self.process = self._new(arguments, group) if new else self._warm(arguments, group)
+
+    def _warm(self, arguments: list[str], group: bool) -> WarmProcess:
+        return WarmProcess(["penstock", *arguments], self.folder, self._log, group)
+
+    def _new(self, arguments: list[str], group: bool) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "penstock", *arguments],
+            cwd=self.folder,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -166,9 +177,9 @@ def gone(pids: list[int], limit: float = 10) -> bool:
 
 
 @contextmanager
-def job(folder: Path, *settings: str, group: bool = False) -> Iterator[Job]:
+def job(folder: Path, *settings: str, group: bool = False, new: bool = False) -> Iterator[Job]:
     prepare(folder)
-    running = Job(folder, *settings, group=group)
+    running = Job(folder, *settings, group=group, new=new)
     try:
         yield running
     finally:

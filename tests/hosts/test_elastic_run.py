@@ -1,4 +1,4 @@
-"""`penstock train` on two hosts of which one is lost and comes back: elastic, and not."""
+"""`penstock train` on hosts of which one is lost and comes back: elastic, and not."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def plain(steps: int) -> list[float]:
     return losses
 
 
-class TwoHosts:
-    """A run on two hosts: `torchrun` on each, started and lost one by one."""
+class HostsRun:
+    """A run on several hosts: `torchrun` on each, started and lost one by one."""
 
     def __init__(self, hosts: list[Host], folder: Path, meeting: list[str], settings: list[str]) -> None:
         self.hosts, self.folder = hosts, folder
@@ -99,7 +99,9 @@ class TwoHosts:
 
     def start(self, number: int) -> None:
         host = self.hosts[number]
-        meeting = [each.replace("NUMBER", str(number)).replace("IS_HOST", str(number)) for each in self._meeting]
+        meeting = [
+            each.replace("NUMBER", str(number)).replace("IS_HOST", str(int(number == 1))) for each in self._meeting
+        ]
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", *meeting]
         command += [f"--local-addr={host.address}", "-m", "penstock", "train", *SETTINGS, *self._settings]
         environment = {"PENSTOCK_SECRET": SECRET, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -116,7 +118,7 @@ class TwoHosts:
         return [line["loss"] for line in lines]
 
     def words(self, number: int | None = None) -> str:
-        numbers = [0, 1] if number is None else [number]
+        numbers = range(len(self.hosts)) if number is None else [number]
         paths = [self.folder / f"host{each}.txt" for each in numbers]
         return "".join(path.read_text() for path in paths if path.exists())
 
@@ -152,7 +154,7 @@ def test_an_elastic_run_goes_on_without_a_host_and_grows_when_it_is_back(
         meeting = ["--nnodes=1:2", "--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=elastic"]
         meeting += [f"--rdzv-endpoint={hosts[1].address}:29577", "--rdzv-conf"]
         meeting += ["is_host=IS_HOST,last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5"]
-        run = TwoHosts(hosts, tmp_path, meeting, ["launch.elastic=true", *settings])
+        run = HostsRun(hosts, tmp_path, meeting, ["launch.elastic=true", *settings])
         run.allow(1000)
         run.start(1)
         run.start(0)
@@ -175,11 +177,33 @@ def test_an_elastic_run_goes_on_without_a_host_and_grows_when_it_is_back(
 
 
 @pytest.mark.exhaustive
+def test_a_process_without_a_place_in_the_smaller_layout_stands_by(tmp_path: Path) -> None:
+    """Three stages that are fixed have a layout for three processes and for one. Once, the two that were left of three
+    hosts found no layout for two, and every attempt failed until there were no restarts left."""
+    with network(3) as hosts:
+        meeting = ["--nnodes=1:3", "--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=elastic"]
+        meeting += [f"--rdzv-endpoint={hosts[1].address}:29577", "--rdzv-conf"]
+        meeting += ["is_host=IS_HOST,last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5"]
+        run = HostsRun(hosts, tmp_path, meeting, ["launch.elastic=true", "pipeline.ranks=3", "pipeline.stages=3"])
+        run.allow(4)
+        for number in (1, 0, 2):
+            run.start(number)
+        run.until(lambda: len(run.losses()) == 4)
+        hosts[2].kill()
+        del run.agents[2]
+        run.allow(1000)
+        run.finish()  # also on the host that stands by
+        assert "1 rank, 3 stages, 2 microbatches, of 3 ranks, 3 stages" in run.words()
+        assert "processes that stand by: 1" in run.words()
+        assert run.losses() == pytest.approx(plain(18), rel=1e-10)
+
+
+@pytest.mark.exhaustive
 def test_a_run_that_is_not_elastic_resumes_when_its_host_is_back(tmp_path: Path) -> None:
     """With torchrun's static rendezvous a host that is lost ends the run; started anew, it resumes."""
     with network(2) as hosts:
         meeting = ["--nnodes=2", "--node-rank=NUMBER", f"--master-addr={hosts[0].address}", "--master-port=29577"]
-        run = TwoHosts(hosts, tmp_path, meeting, ["pipeline.ranks=2"])
+        run = HostsRun(hosts, tmp_path, meeting, ["pipeline.ranks=2"])
         run.allow(1000)
         for number in (0, 1):
             run.start(number)
@@ -205,7 +229,7 @@ def test_a_run_whose_cable_is_pulled_ends_on_both_hosts_and_resumes(tmp_path: Pa
     """
     with network(2) as hosts:
         meeting = ["--nnodes=2", "--node-rank=NUMBER", f"--master-addr={hosts[0].address}", "--master-port=29577"]
-        run = TwoHosts(hosts, tmp_path, meeting, ["pipeline.ranks=2", "pipeline.timeout=6"])
+        run = HostsRun(hosts, tmp_path, meeting, ["pipeline.ranks=2", "pipeline.timeout=6"])
         run.allow(6)
         for number in (0, 1):
             run.start(number)

@@ -144,6 +144,19 @@ def test_steps_that_are_done_again_are_in_the_metrics_once(tmp_path: Path, text:
     assert losses(config) == wanted
 
 
+def test_a_resumed_run_names_the_checkpoint_that_it_has_loaded(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It named the newest one, though that was damaged and an older one was loaded."""
+    config = config_of(tmp_path, text, "training.steps=4", "evaluation.every=0", "checkpoint.every=2")
+    assert trained(config) == 0
+    folder = RunFolder(Path(config.output))
+    (folder.checkpoints / "step-00000004" / "index.json").write_text("{}")
+    capsys.readouterr()
+    assert trained(config, resume=True) == 0
+    assert f"resuming from step 2: {folder.checkpoints / 'step-00000002'}\n" in capsys.readouterr().out
+
+
 def test_a_finished_run_has_nothing_to_go_on_with(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from penstock.train.config.paths import check_paths
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import functions_in
+from penstock.train.launch.entry import Job
 from penstock.train.launch.environment import prepare_environment, start_fork_server
 from penstock.train.launch.parent import die_with_parent
 from penstock.train.launch.stopping import Stop, asking
@@ -109,7 +110,6 @@ def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool, ver
             return _train_here(config, resume_command, Stop(*asking()), resume)
         start_fork_server(config)
         from penstock.train.launch.launch import launch, torchrun_command  # loads torch
-        from penstock.train.worker import Job
 
         if verbose:
             write(f"{torchrun_command(config, items)}\n")
@@ -119,7 +119,7 @@ def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool, ver
 
 
 def _train_here(config: TrainConfig, resume_command: str, stop: Stop, resume: bool = False) -> int:
-    from penstock.train.worker import Job, log_as, train_here  # loads torch
+    from penstock.train.worker import log_as, train_here  # loads torch
 
     log_as(config, int(os.environ.get("RANK", "0")))
     with stop:
@@ -135,7 +135,10 @@ def _as_rank(config: TrainConfig, resume_command: str, folder: RunFolder) -> int
     """One rank of torchrun, which starts ranks again by itself: so the run always goes on where it was."""
     lock = None
     if os.environ["RANK"] == "0":
-        lock = folder.prepare(config, resume=folder.checkpoints.is_dir(), fresh=False)
+        started_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        # The rank 0 of the attempt before may be on a host that is cut off, and finds that out after its own timeout.
+        patience = config.pipeline.timeout if started_again else 0.0
+        lock = folder.prepare(config, resume=folder.checkpoints.is_dir(), fresh=False, patience=patience)
     try:
         return _train_here(config, resume_command, Stop())
     finally:

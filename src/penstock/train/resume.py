@@ -28,6 +28,7 @@ class Resumed:
     """Where a run goes on, and what was saved beside its tensors."""
 
     step: int = 0
+    path: Path | None = None  # of the checkpoint
     extra: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # keys that were changed since
 
@@ -42,7 +43,7 @@ def resume(given: TrainConfig, state: RunState, checkpointer: Checkpointer) -> R
     follow_config(state.config, state.optimizer, state.rate, options)
     if state.average is not None:
         state.average.begin(loaded.averages)
-    return Resumed(loaded.step, loaded.extra, _changed(loaded.config, state.config, NUMBERS))
+    return Resumed(loaded.step, loaded.path, loaded.extra, _changed(loaded.config, state.config, NUMBERS))
 
 
 def _load(given: TrainConfig, state: RunState, checkpointer: Checkpointer) -> Loaded:

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from pathlib import Path
@@ -32,14 +31,15 @@ from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.parallel.mesh import mesh as make_mesh
 from penstock.pipeline import Pipeline
 from penstock.train.build import build_model, build_pipeline
-from penstock.train.config.consistent import stages_of
+from penstock.train.config.consistent import processes_of, stages_of
 from penstock.train.config.elastic import describe_layout, layout_for
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatches
 from penstock.train.data.batches import check_validation, open_data
 from penstock.train.data.packing_check import check_packing
 from penstock.train.data.vocabulary import check_vocabulary, position_warning, vocabulary_of
-from penstock.train.launch.attempts import new_prefix
+from penstock.train.launch.attempts import let_go, new_prefix, stand_by
+from penstock.train.launch.entry import Job
 from penstock.train.launch.parent import die_with
 from penstock.train.launch.rank_notes import leave_note, note_path, ready_path
 from penstock.train.launch.stopping import INTERRUPTED, Stop, asking
@@ -60,18 +60,8 @@ FINAL = 3  # exit code: starting again would end in the same way
 log = logging.getLogger("penstock.train")
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a process is told; it travels to it pickled."""
-
-    config: TrainConfig
-    resume_command: str  # the command that goes on with this run
-    resumed: bool = False  # there was such a run before
-    launcher: int = 0  # the process that all ranks end with
-
-
-def enter(job: Job) -> int:
-    """The entrance of a launched rank. Returns 0 or 130; anything else ends the process with its own exit code."""
+def train_launched(job: Job) -> int:
+    """What a launched rank does. Returns 0 or 130; anything else ends the process with its own exit code."""
     with Stop(*asking(), insists=False) as stop:  # first of all: an interrupt from here on is a request
         os.setpgid(0, 0)  # a terminal's Ctrl-C goes to the launcher, which passes it on, once
         _leave_fork_server()
@@ -108,10 +98,21 @@ def train_here(job: Job, stop: Stop) -> int:
     count = int(os.environ.get("WORLD_SIZE", "1"))
     elastic = job.config.launch.elastic and "WORLD_SIZE" in os.environ
     config = layout_for(job.config, count) if elastic else job.config
-    processes = config.pipeline.workers == "processes" and count > 1
-    first = not processes or int(os.environ.get("RANK", "0")) == 0
-    with _group(config, processes):
+    if config.pipeline.workers != "processes" or count == 1 or dist.is_initialized():
+        processes = config.pipeline.workers == "processes" and count > 1
+        first = not processes or int(os.environ.get("RANK", "0")) == 0
         return train_as(job, config, stop, began, processes=processes, first=first)
+    limit = timedelta(seconds=max(120.0, 2 * config.pipeline.timeout))
+    store, rank, _ = next(rendezvous("env://", timeout=limit))
+    attempt = PrefixStore(new_prefix(store, rank, count, limit), store)
+    needed = processes_of(config) if elastic else count
+    if rank >= needed:
+        return stand_by(attempt, rank)
+    with _group(config, attempt, rank, needed):
+        code = train_as(job, config, stop, began, processes=needed > 1, first=rank == 0)
+    if rank == 0 and needed < count:
+        let_go(attempt, range(needed, count))
+    return code
 
 
 def train_as(job: Job, config: TrainConfig, stop: Stop, began: float, *, processes: bool, first: bool) -> int:
@@ -129,7 +130,7 @@ def train_as(job: Job, config: TrainConfig, stop: Stop, began: float, *, process
     start = resumed.step
     metrics = Metrics(folder.metrics, start, open_outlets(config, folder.root, start)) if first else None
     progress = Progress(sys.stdout if first else None, config.logging.every)
-    for line in _first_lines(job, state, peak if share is not None else "", checkpointer, resumed):
+    for line in _first_lines(job, state, peak if share is not None else "", resumed):
         progress.say(line)
     reporter = Reporter(config.training.steps, metrics, progress, share)
     trainer = Trainer(state, checkpointer, folder, reporter)
@@ -162,12 +163,14 @@ def _checkpointer(config: TrainConfig, folder: RunFolder) -> Checkpointer:
     )
 
 
-def _first_lines(job: Job, state: RunState, peak: str, checkpointer: Checkpointer, resumed: Resumed) -> Iterator[str]:
+def _first_lines(job: Job, state: RunState, peak: str, resumed: Resumed) -> Iterator[str]:
     """What a run says before its first step: how it is laid out, or where it goes on."""
     if state.config != job.config:
-        yield f"elastic: {describe_layout(state.config)}, of {describe_layout(job.config)}"
+        spare = int(os.environ["WORLD_SIZE"]) - processes_of(state.config)
+        others = f"; processes that stand by: {spare}" if spare else ""
+        yield f"elastic: {describe_layout(state.config)}, of {describe_layout(job.config)}{others}"
     if resumed.step:
-        yield f"resuming from step {resumed.step}: {checkpointer.latest()}"
+        yield f"resuming from step {resumed.step}: {resumed.path}"
         if resumed.notes:
             yield f"note: changed since that checkpoint: {', '.join(resumed.notes)}"
     elif job.resumed or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
@@ -184,8 +187,8 @@ def _first_lines(job: Job, state: RunState, peak: str, checkpointer: Checkpointe
 
 
 @contextmanager
-def _group(config: TrainConfig, processes: bool) -> Iterator[None]:
-    if not processes or dist.is_initialized():
+def _group(config: TrainConfig, store: Any, rank: int, count: int) -> Iterator[None]:
+    if count == 1:
         yield
         return
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -193,9 +196,7 @@ def _group(config: TrainConfig, processes: bool) -> Iterator[None]:
         torch.set_num_threads(max(1, cores))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=max(120.0, 2 * config.pipeline.timeout))
-    store, rank, count = next(rendezvous("env://", timeout=limit))
-    attempt = PrefixStore(new_prefix(store, rank, count, limit), store)
-    dist.init_process_group(backend, store=attempt, rank=rank, world_size=count, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
     yield
     dist.destroy_process_group()  # only after a run that ended well: else a peer may be stuck in a collective
 

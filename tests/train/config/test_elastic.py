@@ -8,7 +8,7 @@ import pytest
 
 from penstock.errors import UsageError
 from penstock.schedule import build
-from penstock.train.config.consistent import check_consistent, stages_of
+from penstock.train.config.consistent import check_consistent, processes_of, stages_of
 from penstock.train.config.elastic import describe_layouts, elastic_layouts, layout_for
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import TrainConfig
@@ -74,12 +74,21 @@ def test_the_parts_of_tensors_stay_and_the_ranks_that_are_shown_do_not_matter() 
     assert layout_for(config, 2).mesh.tp == 2
 
 
-def test_a_number_of_processes_without_a_layout_is_told_those_that_have_one() -> None:
+def test_a_number_without_a_layout_of_its_own_takes_the_largest_one_that_fits() -> None:
+    """A host of four was lost, and the three that were left had no layout: the run ended."""
+    config = config_of("pipeline.ranks=2", "mesh.replicas=2")
+    assert layout_for(config, 3) == layout_for(config, 2)
+    assert processes_of(layout_for(config, 3)) == 2
+
+
+def test_too_many_or_too_few_processes_are_told_the_numbers_that_have_a_layout() -> None:
     config = config_of("pipeline.ranks=2", "mesh.replicas=2")
     words = "4 (2 ranks x 2 replicas, 2 stages, 8 microbatches), 2 (2 ranks, 2 stages, 16 microbatches), 1 (1 rank, 2"
     assert describe_layouts(config).startswith(words)
-    with pytest.raises(UsageError, match=r"3 processes have no layout .* these numbers have one: 4 \(2 ranks x 2"):
-        layout_for(config, 3)
+    with pytest.raises(UsageError, match=r"5 processes have no layout .* these numbers have one: 4 \(2 ranks x 2"):
+        layout_for(config, 5)
+    with pytest.raises(UsageError, match=r"1 processes have no layout"):
+        layout_for(config_of("pipeline.ranks=2", "mesh.tp=2"), 1)
 
 
 def test_ranks_that_are_threads_are_not_elastic() -> None:

@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from penstock.errors import RunError
-from penstock.train.launch.attempts import new_prefix
+from penstock.train.launch import attempts
+from penstock.train.launch.attempts import let_go, new_prefix, stand_by
 
 LIMIT = timedelta(seconds=20)
 
@@ -29,3 +30,26 @@ def test_each_attempt_gets_one_prefix_for_all_ranks_and_another_than_before() ->
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(RunError, match=r"ranks \[1, 2\] have not come within 0.1 s"):
         new_prefix(HashStore(), 0, 3, timedelta(seconds=0.1))
+
+
+def test_processes_that_stand_by_go_when_the_run_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is lost while it stands by is not waited for without end."""
+    monkeypatch.setattr(attempts, "STAND_BY_BEAT", 0.01)
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(stand_by, store, rank) for rank in (2, 3)]
+        with pytest.raises(TimeoutError):
+            waiting[0].result(0.2)
+        let_go(store, [2, 3])
+        assert [each.result(20) for each in waiting] == [0, 0]
+    monkeypatch.setattr(attempts, "LET_GO", timedelta(seconds=0.1))
+    let_go(store, [4])
+
+
+def test_a_process_that_stands_by_does_not_wait_for_a_store_that_is_gone() -> None:
+    class Gone:
+        def check(self, names: list[str]) -> bool:
+            raise DistNetworkError("connection reset")
+
+    with pytest.raises(RunError, match="rank 2 stood by, and the store of the run is gone"):
+        stand_by(Gone(), 2)

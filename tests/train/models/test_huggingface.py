@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from warm import warm_commands
 
 from penstock.checkpoint.disk.manifest import find_checkpoint
 from penstock.checkpoint.export import export
@@ -135,7 +135,7 @@ def test_tensors_are_divided_over_processes_by_the_command(base: Path, tmp_path:
     run = tmp_path / "run"
     command = settings(base, run, "mesh.tp=2", "pipeline.ranks=2")
     result = subprocess.run(
-        [sys.executable, "-m", "penstock", "train", *command], capture_output=True, text=True, timeout=110
+        [warm_commands() / "penstock", "train", *command], capture_output=True, text=True, timeout=110
     )
     assert result.returncode == 0, result.stdout + result.stderr
     config = config_of(base, run, "pipeline.ranks=2")
@@ -155,7 +155,7 @@ def test_adapters_train_on_two_processes_and_load_with_peft(base: Path, tmp_path
     run = tmp_path / "run"
     command = settings(base, run, "lora.rank=4", "pipeline.ranks=2")
     result = subprocess.run(
-        [sys.executable, "-m", "penstock", "train", *command], capture_output=True, text=True, timeout=110
+        [warm_commands() / "penstock", "train", *command], capture_output=True, text=True, timeout=110
     )
     assert result.returncode == 0, result.stdout + result.stderr
     config = config_of(base, run, "lora.rank=4", "pipeline.ranks=1")

@@ -30,8 +30,8 @@ class Lock:
         self._descriptor: int | None = None
         self._identity = (0, 0)
 
-    def take(self) -> bool:
-        """Hold it, or raise who does; True where it was not held before."""
+    def take(self, patience: float = 0.0) -> bool:
+        """Hold it, or raise who does, after so many seconds if they are more; True where it was not held before."""
         if self._descriptor is not None:
             return False
         path = self._directory / NAME
@@ -41,7 +41,7 @@ class Lock:
         if identity in _taken:
             # not closed: that would end this process's lock. It is one small descriptor for one refused attempt.
             raise self._refusal("another Checkpointer of this process; close() it first")
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + max(patience, PATIENCE)
         while not _locked(descriptor):
             if time.monotonic() > deadline:
                 holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"

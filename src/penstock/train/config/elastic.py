@@ -19,15 +19,19 @@ from penstock.train.config.settings import PipelineOptions, TrainConfig
 
 
 def layout_for(config: TrainConfig, processes: int) -> TrainConfig:
-    """The configuration laid out for so many processes; UsageError with the numbers that work, if it cannot be."""
+    """The configuration laid out for the most of so many processes that have a layout; the others stand by.
+
+    UsageError with the numbers that work, if there are too few or more than the full layout has.
+    """
     found = elastic_layouts(config)
-    if processes not in found:
+    fitting = [count for count in found if count <= processes]
+    if not fitting or processes > processes_of(config):
         raise UsageError(
             f"launch.elastic: {processes} processes have no layout of {config.pipeline.ranks} ranks x "
             f"{config.mesh.replicas} replicas or fewer; these numbers have one: {describe_layouts(config)}. Set "
-            f"torchrun's --nnodes=MIN:MAX and --nproc-per-node so that each number of hosts gives one of them"
+            f"torchrun's --nnodes=MIN:MAX and --nproc-per-node so that there are never fewer or more"
         )
-    return found[processes]
+    return found[max(fitting)]
 
 
 def elastic_layouts(config: TrainConfig) -> dict[int, TrainConfig]:

@@ -1,4 +1,4 @@
-"""Where the ranks of one attempt meet, in a store that outlives attempts.
+"""Where the ranks of one attempt meet, in a store that outlives attempts, and where those without a place wait.
 
 torch's elastic agents keep one store for all attempts, and nothing in a rank's environment tells one attempt from
 the next on every host: each agent counts the restarts of its own ranks. Under the same keys, a new rank would find the
@@ -10,14 +10,21 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+
+from torch.distributed import DistError, DistStoreError
 
 from penstock.errors import RunError
 from penstock.runtime.transport.failure import notes
 
 BEAT = 0.02
 LONGEST_WORD = 100
+STAND_BY_BEAT = 0.5
+ENDED = "penstock/ended"
+LET_GO = timedelta(seconds=10)  # the store may end with this process, so that the others must have read it before
 
 
 def new_prefix(store: Any, rank: int, count: int, limit: timedelta) -> str:
@@ -46,3 +53,29 @@ def new_prefix(store: Any, rank: int, count: int, limit: timedelta) -> str:
             raise RunError(f"ranks {sorted(missing)} have not come within {limit.total_seconds():g} s")
         time.sleep(BEAT if missing else 0)
     return prefix
+
+
+def stand_by(store: Any, rank: int) -> int:
+    """Wait, as a process for which the layout of this attempt has no place, until the run has ended; the exit code.
+
+    Where a rank fails, or a host is back, torchrun starts this process again, perhaps with a place.
+    """
+    try:
+        while not store.check([ENDED]):
+            time.sleep(STAND_BY_BEAT)
+        store.set(_gone(rank), "")
+    except DistError as error:
+        raise RunError(f"rank {rank} stood by, and the store of the run is gone") from error
+    return 0
+
+
+def let_go(store: Any, ranks: Iterable[int]) -> None:
+    """The run has ended well: those that stand by may go."""
+    names = [_gone(rank) for rank in ranks]
+    store.set(ENDED, "")
+    with suppress(DistStoreError):  # one that is lost is not waited for
+        store.wait(names, LET_GO)
+
+
+def _gone(rank: int) -> str:
+    return f"penstock/gone/{rank}"

@@ -29,16 +29,15 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from penstock.checkpoint.checkpointer import Checkpointer
 from penstock.checkpoint.disk.plain_files import open_plain
 from penstock.train.config.consistent import processes_of
 from penstock.train.config.elastic import describe_layouts, elastic_layouts
 from penstock.train.config.settings import TrainConfig
+from penstock.train.launch.entry import Job, enter
 from penstock.train.launch.local_rendezvous import LOOPBACK, LocalRendezvous
 from penstock.train.launch.rank_notes import note_path, read_note, ready_path
 from penstock.train.launch.stopping import INTERRUPTED, asking, is_echo
 from penstock.train.run.run_folder import RunFolder
-from penstock.train.worker import Job, enter
 
 FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # else torchrun's agents keep the address of a store that has moved
 SETTLE = 4.0  # seconds that ranks have to say what they know of a failure, before they are ended
@@ -123,6 +122,8 @@ class Agent(LocalElasticAgent):
 
 
 def _newest(folder: RunFolder) -> str | None:
+    from penstock.checkpoint.checkpointer import Checkpointer  # as slow to load as torch, and few runs fail
+
     latest = Checkpointer(folder.checkpoints).latest()
     return None if latest is None else str(latest)
 

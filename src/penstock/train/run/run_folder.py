@@ -52,10 +52,11 @@ class RunFolder:
         self.logs = root / "logs"
         self.incidents = root / "incidents.jsonl"
 
-    def prepare(self, config: TrainConfig, *, resume: bool, fresh: bool) -> Lock:
+    def prepare(self, config: TrainConfig, *, resume: bool, fresh: bool, patience: float = 0.0) -> Lock:
         """Before anything starts: refuse to write over another run, or clear it away where that was asked for.
 
-        The lock that is returned keeps others out until it is freed, or its process ends.
+        The lock that is returned keeps others out until it is freed, or its process ends. A run that has it now may
+        take `patience` seconds to end.
         """
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"output is {self.root}, which is a file; name a folder")
@@ -77,7 +78,7 @@ class RunFolder:
         lock = Lock(self.root)
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            lock.take()
+            lock.take(patience)
             if fresh or (failed_start and not resume and self._is_failed_start()):  # still, now that it is locked
                 self._clear()
             self.checkpoints.mkdir(exist_ok=True)

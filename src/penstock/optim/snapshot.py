@@ -1,23 +1,32 @@
 """What an optimizer's step changes, kept so that the step can be taken back.
 
-An update that is made before all is known may turn out wrong. Then parameters, the optimizer's state and options, the
-gradients (some of torch's own kernels write to them) and the scheduler are put back, and the right update is made from
-exactly what there was, with the random numbers that the wrong one drew. The copies are kept from one step to the next,
-so that after the first one a snapshot allocates nothing.
+An update that is made before all is known may turn out wrong. Then parameters, the state, options and attributes of the
+optimizer, the gradients (some kernels of torch write to them) and the scheduler are put back, and the right update is
+made from exactly what there was, with the random numbers that the wrong one drew. The copies are kept from one step to
+the next, so that after the first one a snapshot allocates nothing.
+
+Between the update and the moment when it is taken back the user's code runs. Options that it has set (a learning rate)
+stay set. Parameters that it has written to, groups that it has added and momenta that it has reset cannot be put back
+and keep that: `changed` finds them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from types import FunctionType, NoneType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 _OPTIONS = "params"  # what is no option of a group
+_OF_TORCH = {"defaults", "param_groups", "state", "step"}  # attributes that every optimizer has
+_PRIVATE_OF_TORCH = ("_optimizer_", "_warned_capturable", "_zero_grad_profile", "_opt_called", "_step_supports_amp")
+_VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, FunctionType, NoneType, Tensor)
+_PLAIN = (Tensor, nn.Parameter)  # what has a place, and a norm
 
 
 class UpdateSnapshot:
@@ -28,29 +37,82 @@ class UpdateSnapshot:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a tensor, and what it held
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._states: list[tuple[Any, list[Any], Any]] = []  # key, leaves and structure of its state
+        self._attributes: list[tuple[str, list[Any], Any]] = []  # the same of what the optimizer's class has added
         self._groups: list[dict[str, Any]] = []
         self._schedule: Any = None
         self._generator: Tensor | None = None
+        self._after: list[dict[str, Any]] = []  # the options after the update
+        self._parameters: list[tuple[Tensor, int, int]] = []  # with their versions and places after the update
+        self._state_after: dict[Any, Any] = {}  # what the state and the groups are made of after the update
+        self._norms: list[Tensor] = []  # after the update: who writes to `parameter.data` leaves the version as it is
 
     @torch.no_grad()
     def take(self) -> None:
         """Remember what is there now."""
         optimizer, before = self._optimizer, self._copies
-        self._copies = {}
+        self._copies, self._after, self._parameters = {}, [], []
         parameters = list(parameters_of(optimizer))
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
-        self._states = []
-        for key, state in optimizer.state.items():
-            leaves, spec = pytree.tree_flatten(state)
-            self._states.append((key, [_kept(leaf) for leaf in leaves], spec))
-        inside = (leaf for _, leaves, _ in self._states for leaf in leaves if isinstance(leaf, Tensor))
+        self._states = [(key, *_flat(state)) for key, state in optimizer.state.items()]
+        self._attributes = [(name, *_flat(value)) for name, value in _added(optimizer)]
+        held = (*self._states, *self._attributes)
+        inside = (leaf for _, leaves, _ in held for leaf in leaves if isinstance(leaf, Tensor))
         gradients = (gradient for _, gradient in self._gradients if gradient is not None)
         options = (each for group in optimizer.param_groups for _, each in _options(group) if isinstance(each, Tensor))
         for tensor in (*parameters, *gradients, *inside, *options):
             self._keep(tensor, before)
-        self._groups = [{name: _kept(option) for name, option in _options(group)} for group in optimizer.param_groups]
+        self._groups = self._current_options(_kept)
         self._schedule = None if self._scheduler is None else deepcopy(self._scheduler.state_dict())
         self._generator = torch.get_rng_state()
+
+    @torch.no_grad()
+    def updated(self) -> None:
+        """The update is made: what changes from here on is changed by the user."""
+        self._after = self._current_options(_copied)
+        plain = [each for each in parameters_of(self._optimizer) if type(each) in _PLAIN and each.is_floating_point()]
+        self._parameters = [(each, each._version, each.data_ptr()) for each in plain]
+        self._norms = self._current_norms()
+        self._state_after = self._current_state()
+
+    def changed(self, thoroughly: bool = False) -> Tensor | str | None:
+        """A parameter that was written to since the update, or words for what else was changed.
+
+        `thoroughly`: also a parameter that was written to by its `data`.
+        """
+        for parameter, version, place in self._parameters:
+            if parameter._version != version or parameter.data_ptr() != place:
+                return parameter
+        if self._parameters and self._current_state() != self._state_after:
+            return "the state of the optimizer, or a parameter group,"
+        if thoroughly:
+            for (parameter, *_), norm, now in zip(self._parameters, self._norms, self._current_norms(), strict=True):
+                if not torch.allclose(norm, now, rtol=0.0, atol=0.0, equal_nan=True):
+                    return parameter
+        return None
+
+    def _current_norms(self) -> list[Tensor]:
+        """Those of 16-bit parameters are float32: rounded to 8 bits, a norm does not show that a row was zeroed."""
+        parameters = [parameter.detach() for parameter, *_ in self._parameters]
+        if any(parameter.itemsize < 4 for parameter in parameters):
+            wide = (parameter.float() if parameter.itemsize < 4 else parameter for parameter in parameters)
+            return [torch.linalg.vector_norm(parameter) for parameter in wide]
+        return list(torch._foreach_norm(parameters)) if parameters else []
+
+    def _current_state(self) -> dict[Any, Any]:
+        """What the state and the groups are made of: numbers, and the identities of objects, tensors with versions."""
+        state = {
+            (id(key), name): (id(value), value._version)
+            if isinstance(value, Tensor)
+            else (value if isinstance(value, int | float) else id(value))
+            for key, own in self._optimizer.state.items()
+            if isinstance(own, dict)
+            for name, value in own.items()
+        }
+        groups = {number: [*map(id, group["params"])] for number, group in enumerate(self._optimizer.param_groups)}
+        return {**state, **groups}
+
+    def _current_options(self, keep: Callable[[Any], Any]) -> list[dict[str, Any]]:
+        return [{name: keep(option) for name, option in _options(group)} for group in self._optimizer.param_groups]
 
     def _keep(self, tensor: Tensor, before: dict[int, tuple[Tensor, Tensor]]) -> None:
         known = before.get(id(tensor))
@@ -67,17 +129,39 @@ class UpdateSnapshot:
     @contextmanager
     def again(self) -> Iterator[None]:
         """All of it is what it was; and inside, random numbers are those that followed then. What is drawn outside is
-        not disturbed by that.
+        not disturbed by that, and what the user has set since comes after it.
         """
-        self.put_back()
+        set_since = self._put_back()
         with torch.random.fork_rng(devices=()):
             assert self._generator is not None
             torch.set_rng_state(self._generator)
             yield
+        self._set(set_since)
+
+    def put_back(self) -> None:
+        """Make all of it what it was, but for options that the user has set since."""
+        self._set(self._put_back())
+
+    def _set_since(self) -> list[dict[str, Any]]:
+        """By group, the options that are no longer what the update has left."""
+        return [
+            {name: option for name, option in now.items() if name not in after or not _is_equal(option, after[name])}
+            for now, after in zip(self._current_options(_copied), self._after, strict=False)
+        ]
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """Make all of it what it was."""
+    def _set(self, options: list[dict[str, Any]]) -> None:
+        for group, own in zip(self._optimizer.param_groups, options, strict=False):
+            for name, option in own.items():
+                if isinstance(option, Tensor) and isinstance(group.get(name), Tensor):
+                    group[name].copy_(option)  # schedulers may hold the tensor
+                else:
+                    group[name] = option
+
+    @torch.no_grad()
+    def _put_back(self) -> list[dict[str, Any]]:
+        """Make all of it what it was; returns the options that the user has set since."""
+        set_since = self._set_since()
         for tensor, held in self._copies.values():
             tensor.copy_(held)
         for parameter, gradient in self._gradients:
@@ -86,17 +170,47 @@ class UpdateSnapshot:
         state.clear()
         for key, leaves, spec in self._states:
             state[key] = pytree.tree_unflatten(list(leaves), spec)
+        attributes = vars(self._optimizer)
+        for name, _ in list(_added(self._optimizer)):
+            del attributes[name]
+        for name, leaves, spec in self._attributes:
+            attributes[name] = pytree.tree_unflatten(list(leaves), spec)
         for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
             for name in [name for name, _ in _options(group) if name not in options]:
                 del group[name]
             group.update(options)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(self._schedule)
+        return set_since
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """What an optimizer updates."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def has_all(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a snapshot of an optimizer has everything that its step may change.
+
+    A user's hooks may change anything, and so may an optimizer of a class of its own that holds other objects, such as
+    an optimizer inside.
+    """
+    leaves = (leaf for _, value in _added(optimizer) for leaf in pytree.tree_leaves(value))
+    return not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks) and all(
+        isinstance(leaf, _VALUES) for leaf in leaves
+    )
+
+
+def _added(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """The attributes that torch's own class of optimizers does not have."""
+    for name, value in vars(optimizer).items():
+        if name not in _OF_TORCH and not name.startswith(_PRIVATE_OF_TORCH):
+            yield name, value
+
+
+def _flat(value: Any) -> tuple[list[Any], Any]:
+    leaves, spec = pytree.tree_flatten(value)
+    return [_kept(leaf) for leaf in leaves], spec
 
 
 def _options(group: dict[str, Any]) -> Iterable[tuple[str, Any]]:
@@ -106,3 +220,13 @@ def _options(group: dict[str, Any]) -> Iterable[tuple[str, Any]]:
 def _kept(value: Any) -> Any:
     """A tensor stays the object that it is, and its numbers are copied elsewhere."""
     return value if isinstance(value, Tensor) else deepcopy(value)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.errors import UsageError
 from penstock.optim.norms import PartialNorm, check_limit, join_norms, scale_down
-from penstock.optim.snapshot import parameters_of
+from penstock.optim.snapshot import has_all, parameters_of
 
 ORDER = 2.0
 
@@ -75,9 +75,8 @@ class Updates:
 
     @property
     def can_be_taken_back(self) -> bool:
-        """Whether an update changes nothing but what a snapshot has; a user's hooks may do anything."""
-        optimizer = self.optimizer
-        return not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        """Whether an update changes nothing but what a snapshot has."""
+        return has_all(self.optimizer)
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse an optimizer that trains none of these, the pipeline's on this process."""

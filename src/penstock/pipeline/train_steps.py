@@ -40,16 +40,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-from penstock.errors import PeerFailure
-from penstock.group.agreement import agree
-from penstock.optim.scaler import GradScaler
-from penstock.optim.snapshot import UpdateSnapshot
-from penstock.optim.updates import AS_IS, ORDER, UpdateDecision, Updates
+from penstock.optim.updates import ORDER, Updates
 from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.model_state.state import ModelState
@@ -60,20 +54,18 @@ from penstock.pipeline.trained_step import (
     TrainedStep,
     UncollectedStep,
     explain,
-    explain_update,
-    failed_update,
     trained,
     which_step,
 )
+from penstock.pipeline.weight_updates import WeightUpdates
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import EndedStep, StepResult, replica_report, result_of
 from penstock.runtime.engine.step_input import Refused
-from penstock.runtime.transport.failure.peer_failures import placed
 from penstock.schedule import Schedule, verify
 
 TRUST = 4  # right guesses in a row, after a wrong one, before updates are made early again
 KEPT = 64  # programs whose proof is remembered
-Found = TypeVar("Found")
+SETTLE = "settle(), after the batches of train_steps() so far"
 
 
 @dataclass
@@ -94,13 +86,12 @@ class StepLoop:
     is_running = False
 
     def __init__(self, parts: StepParts, updates: Updates) -> None:
-        self._parts, self._updates = parts, updates
-        self._snapshot = UpdateSnapshot(updates.optimizer, updates.scheduler)
+        self._parts = parts
+        self._weights = WeightUpdates(parts.deployment, parts.state, updates)
         self._uncollected: UncollectedStep | None = None
         self._done: deque[TrainedStep] = deque()
         self._right = TRUST  # guesses in a row
         self._number = 0
-        self._failed_update: PeerFailure | None = None  # of this rank, which the others do not know of yet
         self._proved: dict[int, Schedule] = {}  # programs whose adjacent steps are proved, by their identity
 
     def run(self, batches: Iterable[Any]) -> Iterator[TrainedStep]:
@@ -108,6 +99,7 @@ class StepLoop:
         self.is_running = True
         try:
             for batch in batches:
+                self._weights.check_unchanged()
                 call = self._call(batch)
                 together = self._why_together()
                 if together:
@@ -137,13 +129,13 @@ class StepLoop:
         if self._uncollected is None:
             return
         before = self._uncollected
-        with self._parts.deployment.ranks.in_call("settle()"):
+        with self._parts.deployment.ranks.in_call(SETTLE):
             try:
                 self._collect()
             except Abandoned as abandoned:
                 self._make_right(before, abandoned)
             else:
-                self._agree_on_update(before.number, self._raise_failed_update)
+                self._weights.agree_on_early(before.number)
 
     def _call(self, batch: Any) -> Call:
         """What `step` would be given. (The training command's batches are calls already.)"""
@@ -167,8 +159,9 @@ class StepLoop:
             or other_ranks.is_filled,
             "replicas, sharded or spread parameters": type(deployment.replication) is not Replication,
             "weights that are tied across ranks": bool(deployment.tied.groups),
-            "a GradScaler": self._scaler() is not None,
-            "hooks of the optimizer": self._updates.depends_on_all and not self._updates.can_be_taken_back,
+            "a GradScaler": self._weights.scaler is not None,
+            "hooks of the optimizer, or objects that it holds": self._weights.updates.depends_on_all
+            and not self._weights.updates.can_be_taken_back,
             "BatchOptions(inputs='first')": batches.options.inputs == "first",
             "by_tokens without the lengths on every rank": batches.options.split is not None
             and not batches.have_lengths,
@@ -179,63 +172,16 @@ class StepLoop:
     # -- steps that end together
 
     def _step_together(self, call: Call, why: str) -> None:
-        state, updates = self._parts.state, self._updates
+        weights = self._weights
         with self._parts.deployment.ranks.in_call(call.name):
             try:
                 result = self._parts.together(call)
             except BaseException as error:
                 error.add_note(which_step(self._number))
                 raise
-            scaler = self._scaler()
-            if scaler is not None:
-                scaler.unscale_(updates.optimizer)
-            parts: list[Any] = []
-            if updates.depends_on_all:
-                norm = state.grad_norm(ORDER)
-                parts = [(norm.item(), norm.dtype)]
-            decision = updates.decide(parts, None if result.loss is None else result.loss.item())
-            updated = self._agree_on_update(self._number, partial(self._update, decision))
+            decision = weights.decide(None if result.loss is None else result.loss.item())
+            updated = weights.update_with_all(self._number, decision)
             self._done.append(trained(result, decision, updated, why))
-
-    def _scaler(self) -> GradScaler | None:
-        scaler = self._parts.state.scaler
-        return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
-
-    def _update(self, decision: UpdateDecision, again: bool = False) -> bool:
-        """Update the weights, `again` where a wrong update is to be taken back first.
-
-        Until that is done, this rank has not completed the step: a rank that stops in between is found out by the
-        others, when they compare how many steps they have completed.
-        """
-        counter, state = self._parts.deployment.counter, self._parts.state
-        counter.step -= 1
-        with self._snapshot.again() if again else nullcontext():
-            updated = self._updates.apply(decision, list(state.parameters()), self._scaler())
-        counter.step += 1
-        return updated
-
-    def _agree_on_update(self, number: int, update: Callable[[], Found]) -> Found:
-        """An update that all ranks make at the same time: an error of one is an error of all."""
-        deployment = self._parts.deployment
-        transport, replication = deployment.world.transport, deployment.replication
-        if transport is None:
-            return update()
-
-        def exchange(answer: Any) -> list[Any]:
-            answers = transport.post_exchange(answer)()  # Ctrl-C may end the wait, and they are collected later
-            return [each for copy in replication.all_gather(CALL, answers) for each in copy]
-
-        def describe(error: BaseException) -> PeerFailure:
-            axes = {"replica": replication.index} if replication.replicas > 1 else {}
-            return placed(failed_update(transport.rank, number, error), axes)
-
-        made: list[Found] = []
-        try:
-            agree(lambda: made.append(update()), exchange, describe=describe, refuse=lambda _, failure: failure)
-        except Exception as error:
-            explain_update(error, number)
-            raise
-        return made[0]
 
     # -- steps that overlap
 
@@ -257,32 +203,17 @@ class StepLoop:
 
     def _run_and_update(self, call: Call, refused: BaseException | None = None) -> None:
         """Run a step and update the weights: at once, or where the last guess was wrong when all reports are there."""
-        depends, had_gradients = self._updates.depends_on_all, self._has_gradients()
+        weights = self._weights
+        depends, had_gradients = weights.updates.depends_on_all, self._has_gradients()
         waits = depends and self._right < TRUST
         mine = self._run(call, waits, refused)
         if waits:
-            self._agree_on_update(mine.number, partial(self._update, mine.decision))
+            weights.update_with_all(mine.number, mine.decision)
             return
         self._uncollected = mine
         mine.can_be_undone = depends and not had_gradients
         if mine.ended.failure is None:
-            if depends:
-                self._snapshot.take()
-            self._update_early()
-
-    def _update_early(self) -> None:
-        """Update the weights before the others are known to be done. They are told of an error in the next step."""
-        transport = self._parts.deployment.world.transport
-        assert transport is not None
-        try:
-            self._update(AS_IS)
-        except Exception as error:
-            self._failed_update = failed_update(transport.rank, self._number, error)
-            self._failed_update.__cause__ = error
-
-    def _raise_failed_update(self) -> None:
-        if self._failed_update is not None and self._failed_update.__cause__ is not None:
-            raise self._failed_update.__cause__
+            weights.update_early(mine.number)
 
     def _has_gradients(self) -> bool:
         """Whether there are gradients from before this loop, which no snapshot has."""
@@ -297,7 +228,7 @@ class StepLoop:
         deployment.ranks.begin()
         parts.take_count(parts.batches.take_lengths(call, alone=True))
         program, transaction = self._program(), deployment.ranks.transactions[self._number % 2]
-        failed = self._failed_update or (None if self._uncollected is None else self._uncollected.ended.failure)
+        failed = self._weights.failed or (None if self._uncollected is None else self._uncollected.ended.failure)
         mine: UncollectedStep
         try:
             with transaction(training=True, loss_fn=parts.batches.loss_fn):
@@ -308,7 +239,7 @@ class StepLoop:
                 except Abandoned as abandoned:
                     abandoned.interrupt = ended.interrupt
                     raise
-                if ended.failure is None and self._updates.depends_on_all:
+                if ended.failure is None and self._weights.updates.depends_on_all:
                     ended.report.norm = parts.state.partial_norm(ORDER)
                 if waits:
                     self._read(mine, "clipping, or a skip, of late")
@@ -354,7 +285,7 @@ class StepLoop:
             if isinstance(error, KeyboardInterrupt) and not before.ended.told:
                 raise
             explain(error, before)
-            error.__cause__ = error.__cause__ or (self._failed_update and self._failed_update.__cause__)
+            error.__cause__ = error.__cause__ or (self._weights.failed and self._weights.failed.__cause__)
             abandoned = Abandoned(error)
         self._uncollected = None
         if abandoned is None and not before.decision.as_is:
@@ -369,7 +300,7 @@ class StepLoop:
         reports = step.ended.reports()
         result = result_of(reports, [replica_report(reports, step.count)], None)
         loss = None if result.loss is None else result.loss.item()
-        step.decision = self._updates.decide([report.norm for report in reports], loss)
+        step.decision = self._weights.updates.decide([report.norm for report in reports], loss)
         self._right = self._right + 1 if step.decision.as_is else 0
         self._done.append(trained(result, step.decision, step.decision.applied, together))
 
@@ -377,10 +308,7 @@ class StepLoop:
         """Where a step was updated wrongly, make the right update; where it failed elsewhere, undo it, and raise."""
         error = abandoned.error
         if error is None:
-            if self._failed_update is not None:  # it is taken back, as one that was made
-                self._failed_update = None
-                self._parts.deployment.counter.step += 1
-            self._agree_on_update(before.number, partial(self._update, before.decision, again=True))
+            self._weights.update_again_with_all(before.number, before.decision)
             return
         if before.ended.told and before.ended.failure is None and before.can_be_undone:
             self._undo(before, error)
@@ -392,8 +320,7 @@ class StepLoop:
         """Undo a step that is complete here, with its update, because it failed on another rank."""
         counter, parts = self._parts.deployment.counter, self._parts
         counter.step -= 1
-        self._snapshot.put_back()
-        parts.state.zero_grad()
+        self._weights.undo()
         if not step.transaction.take_back():
             counter.step += 1  # so that no rank goes on: the models no longer belong together
             error.add_note("this rank could not undo all of it: load a checkpoint on every rank")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from penstock.errors import PeerFailure
+from penstock.errors import PeerFailure, UsageError
 from penstock.optim.updates import AS_IS, UpdateDecision
 from penstock.runtime.engine.report import EndedStep, StepResult, failure_of
 from penstock.runtime.state.transaction import Transaction
@@ -107,3 +108,14 @@ def explain(error: BaseException, step: UncollectedStep) -> None:
             f"weights, so that the ranks no longer belong together: load a checkpoint on every rank"
         )
     error.add_note(text)
+
+
+def changed_in_body(changed: Tensor | str, parameters: Iterable[tuple[str, Tensor]]) -> UsageError:
+    """What the body of the loop has done to a parameter, or to the optimizer, would be undone with the last update."""
+    if isinstance(changed, Tensor):
+        changed = f"parameter {next((name for name, each in parameters if each is changed), tuple(changed.shape))}"
+    return UsageError(
+        f"{changed} was changed in the body of train_steps() while the last update could still be taken back (by clip "
+        f"or skip_nonfinite), and this change with it; call pipe.settle() before you change parameters or the "
+        f"optimizer, on every rank"
+    )

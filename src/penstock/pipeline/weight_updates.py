@@ -1,0 +1,145 @@
+"""The updates of one process's weights in `Pipeline.train_steps`: with all ranks, early, made again, or undone.
+
+An update that all ranks make at the same time ends with an exchange, so that an error of one is an error of all. One
+that is made early waits for nobody: the others hear of an error in the next step, and where it depends on all ranks (by
+the norm of all gradients) there is a snapshot to take it back by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+from penstock.errors import PeerFailure
+from penstock.group.agreement import agree
+from penstock.optim.norms import PartialNorm
+from penstock.optim.scaler import GradScaler
+from penstock.optim.snapshot import UpdateSnapshot
+from penstock.optim.updates import AS_IS, ORDER, UpdateDecision, Updates
+from penstock.pipeline.deployment import Deployment
+from penstock.pipeline.model_state.state import ModelState
+from penstock.pipeline.trained_step import CALL, changed_in_body, explain_update, failed_update
+from penstock.runtime.transport.failure.peer_failures import placed
+
+Found = TypeVar("Found")
+
+
+class WeightUpdates:
+    """How the weights of this process are updated after each step of a loop."""
+
+    failed: PeerFailure | None = None  # an early update, of which the other ranks do not know yet
+    _may_be_taken_back = False  # the last update
+
+    def __init__(self, deployment: Deployment, state: ModelState, updates: Updates) -> None:
+        self._deployment, self._state, self.updates = deployment, state, updates
+        self._snapshot = UpdateSnapshot(updates.optimizer, updates.scheduler)
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scaler, where losses are scaled."""
+        scaler = self._state.scaler
+        return scaler if isinstance(scaler, GradScaler) and scaler.is_enabled() else None
+
+    def decide(self, loss: float | None) -> UpdateDecision:
+        """What to do after a step that has ended on all ranks together."""
+        scaler = self.scaler
+        if scaler is not None:
+            scaler.unscale_(self.updates.optimizer)
+        parts: list[PartialNorm | None] = []
+        if self.updates.depends_on_all:
+            norm = self._state.grad_norm(ORDER)
+            parts = [(norm.item(), norm.dtype)]
+        return self.updates.decide(parts, loss)
+
+    # -- with all ranks
+
+    def update_with_all(self, number: int, decision: UpdateDecision) -> bool:
+        """Update the weights on all ranks, after step `number`; returns whether they were updated."""
+        return self._agree(number, partial(self._update, decision))
+
+    def update_again_with_all(self, number: int, decision: UpdateDecision) -> None:
+        """Take the last update back, on all ranks, and make the right one."""
+        if self.failed is not None:  # it is taken back, as one that was made
+            self.failed = None
+            self._deployment.counter.step += 1
+        self._agree(number, partial(self._update_again, decision))
+
+    def agree_on_early(self, number: int) -> None:
+        """After the last step: see that the early update has not failed on any rank."""
+        self._may_be_taken_back = False
+        self._agree(number, self._raise_failed)
+
+    def _agree(self, number: int, update: Callable[[], Found]) -> Found:
+        """An update that all ranks make at the same time: an error of one is an error of all."""
+        transport, replication = self._deployment.world.transport, self._deployment.replication
+        if transport is None:
+            return update()
+
+        def exchange(answer: Any) -> list[Any]:
+            answers = transport.post_exchange(answer)()  # Ctrl-C may end the wait, and they are collected later
+            return [each for copy in replication.all_gather(CALL, answers) for each in copy]
+
+        def describe(error: BaseException) -> PeerFailure:
+            axes = {"replica": replication.index} if replication.replicas > 1 else {}
+            return placed(failed_update(transport.rank, number, error), axes)
+
+        made: list[Found] = []
+        try:
+            agree(lambda: made.append(update()), exchange, describe=describe, refuse=lambda _, failure: failure)
+        except Exception as error:
+            explain_update(error, number)
+            raise
+        return made[0]
+
+    def _update(self, decision: UpdateDecision, again: bool = False) -> bool:
+        """Update the weights, `again` where a wrong update is to be taken back first.
+
+        Until that is done, this rank has not completed the step: a rank that stops in between is found out by the
+        others, when they compare how many steps they have completed.
+        """
+        counter = self._deployment.counter
+        counter.step -= 1
+        with self._snapshot.again() if again else nullcontext():
+            updated = self.updates.apply(decision, list(self._state.parameters()), self.scaler)
+        counter.step += 1
+        return updated
+
+    def _update_again(self, decision: UpdateDecision) -> None:
+        self.check_unchanged(thoroughly=True)
+        self._may_be_taken_back = False
+        self._update(decision, again=True)
+
+    def _raise_failed(self) -> None:
+        if self.failed is not None and self.failed.__cause__ is not None:
+            raise self.failed.__cause__
+
+    # -- early
+
+    def update_early(self, number: int) -> None:
+        """Update the weights before the others are known to be done. They are told of an error in the next step."""
+        transport = self._deployment.world.transport
+        assert transport is not None
+        if self.updates.depends_on_all:
+            self._snapshot.take()
+        try:
+            self._update(AS_IS)
+        except Exception as error:
+            self.failed = failed_update(transport.rank, number, error)
+            self.failed.__cause__ = error
+        if self.updates.depends_on_all:
+            self._snapshot.updated()
+            self._may_be_taken_back = True
+
+    def check_unchanged(self, thoroughly: bool = False) -> None:
+        """Refuse to go on where the user has changed what would be put back, while the update could be taken back."""
+        changed = self._snapshot.changed(thoroughly) if self._may_be_taken_back else None
+        if changed is not None:
+            raise changed_in_body(changed, self._state.named_parameters())
+
+    def undo(self) -> None:
+        """Take the last update back, and make none."""
+        self._may_be_taken_back = False
+        self._snapshot.put_back()
+        self._state.zero_grad()

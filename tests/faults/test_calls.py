@@ -146,6 +146,39 @@ def test_the_odd_call_is_the_culprit() -> None:
     check([("step()", "evaluate()", "step()"), ("clip_grad_norm_(1)",) * 2 + ("clip_grad_norm_(2)",)], ["shared"])
 
 
+def train_on_more_batches(longer: int, transport: str) -> str:
+    """`train_steps` with four batches, and with one more on one rank."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    x = torch.ones(4, WIDTH)
+    pipe = penstock.Pipeline(
+        model,
+        stages=2,
+        microbatches=M,
+        transport=transport,
+        timeout=TIMEOUT,
+        loss_fn=F.mse_loss,
+        group=dist.new_group(),
+    )
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    try:
+        list(pipe.train_steps([(x, x)] * (4 + (pipe.rank == longer)), optimizer))
+    except PeerFailure as error:
+        return str(error)
+    finally:
+        pipe.close()
+    return "nothing"
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+@pytest.mark.parametrize("transport", ON_PROCESSES)
+def test_a_rank_that_has_more_batches(transport: str, longer: int) -> None:
+    """If it was rank 1, both ranks waited for the timeout and then told of a deadlock."""
+    for said in on_processes(2, train_on_more_batches, longer, transport):
+        assert "rank 1 failed: the ranks are in different calls" in said
+        assert f"rank {1 - longer} was in settle(), after the batches of train_steps() so far" in said
+        assert f"rank {longer} was in train_steps()" in said
+
+
 @pytest.mark.parametrize("ranks", tiers(3, 2))
 def test_calls_of_a_training_loop(ranks: int) -> None:
     usual = {"step()", "evaluate()", "clip_grad_norm_(1)", "save()"}

@@ -19,7 +19,10 @@ from torch import nn
 
 import penstock
 from penstock.errors import PeerFailure
+from penstock.pipeline.batches import Batches
+from penstock.runtime.engine.executor import Executor
 from penstock.runtime.transport.distributed.exchange import Exchange
+from penstock.runtime.transport.distributed.incoming import DistributedIncoming
 from penstock.runtime.transport.interrupts import CTRL_C, uninterrupted
 
 ROUNDS = 25
@@ -105,6 +108,7 @@ def a_message() -> None:
 def test_it_is_held_back_for_a_message_and_raised_after_it() -> None:
     before = signal.getsignal(signal.SIGINT)
     with CTRL_C.around_step():
+        CTRL_C.begin_step()
         a_message()
         with pytest.raises(KeyboardInterrupt):
             CTRL_C.raise_held()
@@ -115,6 +119,7 @@ def test_it_is_held_back_for_a_message_and_raised_after_it() -> None:
 
 def test_a_wait_may_be_left_but_not_where_the_step_ends_and_the_second_one_never_waits() -> None:
     with CTRL_C.around_step():
+        CTRL_C.begin_step()
         a_message()
         with pytest.raises(KeyboardInterrupt):
             CTRL_C.raise_held()
@@ -123,6 +128,14 @@ def test_a_wait_may_be_left_but_not_where_the_step_ends_and_the_second_one_never
         CTRL_C.raise_held()
         with pytest.raises(KeyboardInterrupt):
             ctrl_c()
+
+
+def test_one_that_comes_before_the_first_action_is_raised_there() -> None:
+    with CTRL_C.around_step():
+        ctrl_c()
+        CTRL_C.begin_step()
+        with pytest.raises(KeyboardInterrupt):
+            CTRL_C.raise_held()
 
 
 def test_what_came_while_the_step_ended_is_raised_after_it() -> None:
@@ -150,6 +163,7 @@ ENDED: list[str] = []
 
 def test_it_is_not_lost_in_a_finaliser_and_the_finaliser_runs_to_its_end() -> None:
     with CTRL_C.around_step():
+        CTRL_C.begin_step()
         dying = Dying()
         del dying
         assert ENDED == ["the finaliser"]
@@ -176,8 +190,15 @@ def test_one_that_comes_as_the_step_ends_does_not_leave_the_next_without_care(mo
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def interrupted_as_the_step_begins(victim: int) -> list[str]:
-    """Ctrl-C between the post of the receive for the step's report and its filing: what two steps end with."""
+EARLY: dict[str, tuple[Any, str]] = {
+    "as the batch is split": (Batches, "resolve"),
+    "between the post of the receive for the step's report and its filing": (Exchange, "_post"),
+}
+
+
+def interrupted_as_the_step_begins(place: str, victim: int) -> list[str]:
+    """Ctrl-C in one place, early in a step: what that step and the next one end with."""
+    owner, name = EARLY[place]
     pipe = penstock.Pipeline(
         [nn.Linear(8, 8), nn.Linear(8, 8)],
         microbatches=4,
@@ -187,16 +208,16 @@ def interrupted_as_the_step_begins(victim: int) -> list[str]:
     )
     x = torch.ones(8, 8)
     pipe.step(x, target=x)
-    real, armed = Exchange._post, [dist.get_rank() == victim]
+    real, armed = getattr(owner, name), [dist.get_rank() == victim]
 
-    def post(self: Exchange, peer: int) -> Any:
-        posted = real(self, peer)
+    def press_after(*args: Any) -> Any:
+        found = real(*args)
         if armed[0]:
             armed[0] = False
             signal.raise_signal(signal.SIGINT)
-        return posted
+        return found
 
-    Exchange._post = post  # type: ignore[method-assign]
+    setattr(owner, name, press_after)
     ends = []
     for _ in range(2):
         try:
@@ -208,8 +229,65 @@ def interrupted_as_the_step_begins(victim: int) -> list[str]:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_ctrl_c_as_a_step_begins_leaves_no_receive_behind(victim: int) -> None:
-    """The receive was forgotten and posted again; the first one took the peer's report, and both ranks waited."""
-    found = on_processes(2, interrupted_as_the_step_begins, victim)
+@pytest.mark.parametrize("place", EARLY)
+def test_ctrl_c_as_a_step_begins_leaves_no_receive_behind_and_no_rank_waiting(place: str, victim: int) -> None:
+    """A receive was forgotten and posted again; the first one took the peer's report, and both ranks waited.
+
+    And a rank that had not come to its first action told nobody that it had left: the other waited for the timeout.
+    """
+    found = on_processes(2, interrupted_as_the_step_begins, place, victim)
     assert found[victim] == ["KeyboardInterrupt", "True"]
     assert found[1 - victim] == ["PeerFailure", "True"]
+
+
+PLACES: dict[str, tuple[Any, str, bool]] = {  # where Ctrl-C comes, and whether one has come in a compute before
+    "a message": (DistributedIncoming, "_arrive", False),
+    "the end of a failed step": (Executor, "_drain", True),
+    "the exchange": (Exchange, "collect", False),
+}
+
+
+def interrupted_twice(place: str, victim: int) -> list[str]:
+    """Two Ctrl-C in one place of a step: what that step and the next one end with."""
+    owner, name, failed = PLACES[place]
+    model = [Slow(), Slow()]
+    pipe = penstock.Pipeline(model, microbatches=4, loss_fn=nn.functional.mse_loss, transport="distributed", timeout=20)
+    x = torch.ones(8, 8)
+    pipe.step(x, target=x)
+    real, armed = getattr(owner, name), [dist.get_rank() == victim]
+
+    def twice(*args: Any) -> Any:
+        found = real(*args) if place == "a message" else None
+        if armed[0]:
+            armed[0] = False
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+        return found if place == "a message" else real(*args)
+
+    setattr(owner, name, twice)
+    if failed and armed[0]:
+        model[victim].register_forward_pre_hook(lambda *_: signal.raise_signal(signal.SIGINT))
+    ends = []
+    for _ in range(2):
+        try:
+            ends.append(f"{pipe.step(x, target=x).loss is not None}")
+        except KeyboardInterrupt as error:
+            again = any("can be run again" in note for note in getattr(error, "__notes__", ()))
+            ends.append("KeyboardInterrupt, and again" if again else "KeyboardInterrupt")
+        except PeerFailure as error:
+            ends.append(f"rank {error.rank}: {error.cause}")
+    pipe.close()
+    return ends
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("place", PLACES)
+def test_the_second_ctrl_c_in_the_middle_of_a_message_ends_the_group_by_name(place: str, victim: int) -> None:
+    """It left half a step on the wires. In the next step gloo ended the process as a receive was too small for it."""
+    found = on_processes(2, interrupted_twice, place, victim)
+    assert found[victim].pop(0) == "KeyboardInterrupt"
+    if place == "the exchange" and victim == 1:
+        assert found[0].pop(0) == "True"  # rank 0 had heard all that it waited for
+    for said in [*found[0], *found[1]]:
+        assert said.startswith(f"rank {victim}: KeyboardInterrupt: Ctrl-C, again,")
+        assert said.endswith("the group must be rebuilt")

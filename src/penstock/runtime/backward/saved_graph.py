@@ -68,22 +68,15 @@ class SavedGraph:
 
     def end_forward(
         self, emitted: Mapping[int, Any], loss: Tensor | None, extra: Sequence[tuple[str, Tensor]], attached: bool
-    ) -> list[Tensor]:
-        """Keep the edges at which the backward begins, and return their tensors.
-
-        `attached`: the output's gradient comes from the user's graph.
-        """
-        ends: list[Tensor] = []
+    ) -> None:
+        """Keep the edges at which the backward begins. `attached`: the output's gradient comes from the user."""
         for target, payload in emitted.items():
             if target != OUTPUT or attached:
-                found = tensors_with_gradient(payload)
-                self.roots[target] = [_edge_of(tensor) for tensor in found]
-                ends += found
+                self.roots[target] = [_edge_of(tensor) for tensor in tensors_with_gradient(payload)]
         if loss is not None and loss.requires_grad:
             self.loss = _edge_of(loss)
         if extra:
             self.extra = [_edge_of(value) for _, value in extra if value.requires_grad]
-        return [*ends, *(value for value in (loss, *(value for _, value in extra)) if value is not None)]
 
     def forget_graph(self) -> None:
         """The forward will run again: drop what it has recorded."""
@@ -186,6 +179,15 @@ def tensors_with_gradient(value: Any) -> list[Tensor]:
     if type(value) is Tensor:
         return [value] if value.requires_grad else []
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def ends_of_graph(
+    emitted: Mapping[int, Any], loss: Tensor | None, extra: Sequence[tuple[str, Tensor]], attached: bool
+) -> list[Tensor]:
+    """The tensors whose edges `SavedGraph.end_forward` keeps."""
+    leaving = [payload for target, payload in emitted.items() if target != OUTPUT or attached]
+    losses = [] if loss is None else [loss]
+    return [*chain(*map(tensors_with_gradient, leaving)), *losses, *(value for _, value in extra)]
 
 
 def _edge_of(tensor: Tensor) -> GradientEdge:

@@ -40,6 +40,7 @@ from penstock.runtime.engine.stage import Stage
 from penstock.runtime.engine.step_input import Refused, StepInput
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.channel import Incoming, Outgoing
+from penstock.runtime.transport.failure.peer_failures import stopped_by_force
 from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.schedule import Action, Op, Schedule, Span
 
@@ -137,6 +138,8 @@ class Executor:
         own: BaseException | None = None
         try:
             try:
+                if self.transport.holds_interrupts:
+                    CTRL_C.begin_step()
                 if isinstance(step_input, Refused):
                     raise step_input.error
                 self._run_program(prepared, step_input, report)
@@ -151,7 +154,10 @@ class Executor:
                 own, failure = error, self._describe(error) if lost is None else lost
             if self.transport.holds_interrupts:
                 CTRL_C.end_step()
-            return self._end(report, failure, own)
+                if CTRL_C.cut:
+                    self.transport.abort(stopped_by_force(self.rank))
+            with self.transport.to_its_end():
+                return self._end(report, failure, own)
         finally:
             self._running = together
             del own, failure, step_input  # an error that its own frame holds would keep the whole step alive

@@ -41,6 +41,7 @@ from penstock.runtime.state.randomness import (
 from penstock.runtime.state.transaction import Transaction
 from penstock.runtime.transport import ThreadTransport, Transport
 from penstock.runtime.transport.compiling import listen_to_dynamo
+from penstock.runtime.transport.failure.peer_failures import stopped_by_force
 from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.schedule import Placement, Schedule
 
@@ -147,7 +148,11 @@ class LocalRanks:
             yield
             return
         with CTRL_C.around_step(), calling(transport, call):
-            yield
+            try:
+                yield
+            finally:
+                if CTRL_C.cut and transport.broken is None:
+                    transport.abort(stopped_by_force(transport.rank))
 
     @contextmanager
     def step(self, alone: Iterable[tuple[int, int]] = ()) -> Iterator[None]:

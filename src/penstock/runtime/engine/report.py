@@ -142,7 +142,10 @@ class EndedStep:
                 mine, ranks = self._transport.rank, range(self._transport.ranks)
                 doing = [self.report.progress if rank == mine else "no answer" for rank in ranks]
                 self._forget()
-                raise (lost if lost.report else with_report(lost, doing)) from own
+                named = lost if lost.report else with_report(lost, doing)
+                if isinstance(own, (KeyboardInterrupt, SystemExit)):
+                    raise own from named
+                raise named from own
             except MessageError as error:
                 note_steps(error, self.report.steps)
                 raise

@@ -23,7 +23,7 @@ from penstock.model.part import OUTPUT, StagePart
 from penstock.optim.precision import Precision
 from penstock.runtime.backward.deferred_weights import DeferredWeights
 from penstock.runtime.backward.deferring_mode import DeferrableParameters, DeferringMode
-from penstock.runtime.backward.saved_graph import FreshGradients, RunBackward, SavedGraph
+from penstock.runtime.backward.saved_graph import FreshGradients, RunBackward, SavedGraph, ends_of_graph
 from penstock.runtime.loss.module import StageAndLoss
 from penstock.runtime.state.attributes import Attributes
 from penstock.runtime.state.batch_norm import Statistics, whole_norms
@@ -167,11 +167,11 @@ class Stage:
 
     def _run(self, graph: SavedGraph, stage_input: StageInput, kind: str = "forward") -> Forward:
         numbers = self._random_numbers(stage_input.microbatch) or _NOTHING
-        phase, recording, mode = Phase(kind, stage_input.microbatch, self.statistics), _NOTHING, None
+        phase, recording, mode = Phase(kind, stage_input.microbatch, self.statistics), None, None
         if stage_input.split_backward:
             mode = DeferringMode(self._parameters)
             graph.deferred = mode.deferred
-            recording = _NOTHING if self._parameters.differentiates else mode
+            recording = None if self._parameters.differentiates else mode
         loss: Tensor | None = None
         outer, NOW.phase = NOW.phase, phase  # as `with phase` does, without its two calls per compute
         try:
@@ -180,14 +180,14 @@ class Stage:
                     stage_input.arrived, stage_input.args, stage_input.kwargs, self._final, recording
                 )
                 if stage_input.loss_of is not None:
-                    with recording:
+                    with recording or _NOTHING:
                         loss = stage_input.loss_of(emitted[OUTPUT])
         finally:
             NOW.phase = outer
-        ends = graph.end_forward(emitted, loss, phase.extra, self.attached)
+        graph.end_forward(emitted, loss, phase.extra, self.attached)
         if mode is not None:
             if mode.candidates:
-                mode.learn(ends)
+                mode.learn(ends_of_graph(emitted, loss, phase.extra, self.attached))
             elif not self._parameters.deferrable:
                 self._parameters.has_none = True
         self._inspect_graph(graph, kind)

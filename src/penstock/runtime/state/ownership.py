@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -45,7 +45,6 @@ Run = Callable[[Mapping[int, Any], tuple[Any, ...], Mapping[str, Any]], dict[int
 
 use_count = torch._C._storage_Use_Count  # of a storage: the tensors in it, and its own object
 ONE_HOLDER = 2  # the count of a storage in which one tensor is
-_NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def version_of(tensor: Tensor) -> int:
@@ -75,9 +74,9 @@ class GuardedPart:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         final: int | None,
-        recording: AbstractContextManager[object] = _NOTHING,
+        recording: AbstractContextManager[object] | None = None,
     ) -> dict[int, Any]:
-        """Run the part, inside of `recording`. `final`: the output that leaves the pipeline and may be any object."""
+        """Run the part, inside of `recording` if any. `final`: the output that leaves the pipeline, of any type."""
         part = self._part
         run = part.run if self.wrap is None else self.wrap(part.run)
         received: Watched = []
@@ -89,8 +88,11 @@ class GuardedPart:
         elif not arrived or part.reads_inputs:
             args, entered = self._entered.hand(args)
         try:
-            with recording:
+            if recording is None:
                 emitted = run(arrived, args, kwargs)
+            else:
+                with recording:
+                    emitted = run(arrived, args, kwargs)
         except RuntimeError as error:
             if arrived and "a leaf Variable that requires grad" in str(error):
                 raise ModelError(self._received.late()) from error

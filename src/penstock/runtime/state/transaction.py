@@ -176,7 +176,8 @@ class Transaction:
                 "failed step: call zero_grad() on every rank before the next step, or use Pipeline(..., atomic=True)"
             )
         elif training and not lost and not isinstance(error, (ModelError, UsageError)):  # these mostly come before
-            is_lost = isinstance(error, PeerFailure) and REBUILD in error.cause
+            causes = (each.cause for each in (error, error.__cause__) if isinstance(each, PeerFailure))
+            is_lost = any(REBUILD in cause for cause in causes)
             error.add_note(
                 "this step is undone: gradients, buffers, counters and random numbers are as before it"
                 + ("" if is_lost else ", and it can be run again")

@@ -7,9 +7,13 @@ of a send, a post or a receive, and raised when that is done; a receive that wai
 Which functions these are is marked where they are defined (`uninterrupted`): the handler looks for them in the stack,
 so that they themselves pay nothing for it. Computes, which take long, are interrupted as ever, but not in a finaliser:
 Python drops what is raised there, so both the Ctrl-C and the rest of the finaliser would be lost. What was held back is
-raised before the next action, or at the end of the step.
-What comes while the step ends (a matter of a few messages) waits for that, but no longer than a second; the second
-Ctrl-C never waits.
+raised before the next action, or at the end of the step. What comes while the step is being prepared is raised before
+its first action, because a rank that has not begun its step cannot tell the others that it has left it.
+What comes while the step ends (a matter of a few messages) waits for that, but no longer than a second.
+
+The second Ctrl-C never waits. Where it ends a step in the middle of a message, or before the messages of the step are
+off the wires, no later step could tell whose they are: the group is given up (`cut`, `stopped_by_force`), and every
+rank is told so.
 """
 
 from __future__ import annotations
@@ -49,12 +53,16 @@ def _must_end(frame: FrameType | None) -> bool:
 
 
 class _CtrlC:
-    """There is one of these, as there is one handler in a process. `since`: when one came that is held back, or 0."""
+    """There is one of these, as there is one handler in a process.
+
+    `since`: when one came that is held back, or 0. `cut`: whether one was raised in the middle of a message.
+    """
 
     def __init__(self) -> None:
         self.held = False
         self.since = 0.0
         self.ending = False
+        self.cut = False
         self._before: Any = None
 
     @contextmanager
@@ -64,7 +72,7 @@ class _CtrlC:
         if threading.current_thread() is not threading.main_thread() or not callable(before) or before == self._handle:
             yield
             return
-        self._before, self.held, self.ending, self.since = before, False, False, 0.0
+        self._before, self.held, self.ending, self.cut, self.since = before, True, False, False, 0.0
         complete = False
         try:
             signal.signal(signal.SIGINT, self._handle)
@@ -87,6 +95,10 @@ class _CtrlC:
                 error.add_note("this came as the step was ending: the step is complete")
             raise
 
+    def begin_step(self) -> None:
+        """From here on the others are told why this rank leaves the step."""
+        self.held = False
+
     def end_step(self) -> None:
         """From here on the step is being ended."""
         self.held = self.ending = True
@@ -98,10 +110,11 @@ class _CtrlC:
             self._raise()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self.since and (self.held or _must_end(frame)):
+        must_end = _must_end(frame)
+        if not self.since and (self.held or must_end):
             self.since = monotonic()
         else:
-            self.since = 0.0
+            self.since, self.cut = 0.0, self.cut or must_end
             self._before(number, frame)
 
     def _raise(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from deadlines import SOON
 from transport_harness import run, values
 from transports import KINDS, ON_PROCESSES, TRANSPORTS
@@ -129,3 +131,37 @@ def one_step_apart(transport: Any) -> str:
 def test_a_message_that_nobody_took_is_told_when_the_exchange_is_collected(kind: str) -> None:
     for said in values(run(kind, one_step_apart)):
         assert "rank 0 sent 1 and rank 1 took 0" in said
+
+
+def what_a_waiting_rank_says_of_its_call(transport: Any) -> list[int]:
+    """Rank 0 posts an exchange and waits for its answers; rank 1 takes part once rank 0 is seen waiting."""
+    store = dist.distributed_c10d._get_default_store()
+    seen: list[int] = []
+
+    def look() -> None:
+        end = time.monotonic() + SOON
+        while transport.watch.waiting is None and time.monotonic() < end:
+            time.sleep(0.01)
+        seen.append(transport.watch.own.state(transport.watch.waiting).step)
+        store.set("looked", "yes")
+
+    transport.call = "settle()"
+    if transport.rank == 1:
+        store.wait(["looked"])
+        transport.post_exchange(None)()
+        return []
+    looker = threading.Thread(target=look)
+    late = transport.post_exchange(None)
+    looker.start()
+    late()
+    looker.join()
+    return [*seen, transport.watch.own.state(None).step]
+
+
+@pytest.mark.parametrize("kind", ON_PROCESSES)
+def test_a_call_is_compared_with_those_that_make_the_same_exchange(kind: str) -> None:
+    """A rank that waited for a slow update after train_steps() was taken to make the next exchange in settle(), too.
+
+    If that was the one of a slow step, a run with nothing wrong in it ended with "different calls".
+    """
+    assert values(run(kind, what_a_waiting_rank_says_of_its_call))[0] == [0, 1]

@@ -16,7 +16,7 @@ from penstock.runtime.transport.layout.layout import Book
 
 
 def test_a_changed_message_cannot_point_outside_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    end = DistributedIncoming(Channel(0, 1, "F", 0, 1), 0, None, Book(), None)  # type: ignore[arg-type]
+    end = DistributedIncoming(Channel(0, 1, "F", 0, 1), 0, None, None, Book(), None)  # type: ignore[arg-type]
     for told in (0, 65, 1 << 40):
         body, buffer = blank_header()
         HEADER.pack_into(buffer, 0, MAGIC, CHANGED, 0, told, 0, 0, 0, 0, 0, 1)
@@ -34,8 +34,9 @@ assert AHEAD < MESSAGES
 def post_after_expecting(transport: Any) -> list[list[int]]:
     """How many receives gloo has after the announcement and after each post, in steps of small and large messages."""
     transport.open(PAIR)
-    transfers, seen = transport._transfers, []
-    backend = transfers.backend
+    seen = []
+    end = transport.ends.receiving(0) if transport.rank == 1 else transport.ends.sending(0)
+    backend = end._connection.backend
 
     class Counting:
         receives = 0
@@ -44,19 +45,19 @@ def post_after_expecting(transport: Any) -> list[list[int]]:
             return backend.send(*arguments)
 
         def recv(self, *arguments: Any) -> Any:
-            self.receives += arguments[2] == transport.ends.incoming[0]._expected.tag if transport.rank else 0
+            self.receives += arguments[2] == end._expected.tag
             return backend.recv(*arguments)
 
     small, large = torch.ones(3, 5), torch.ones(AHEAD_BYTES)
     steps = ((small, 0), (small, MESSAGES), (large, MESSAGES), (large, MESSAGES), (small, 0), (small, 3))
     for value, announced in steps:
-        transfers.backend = counting = Counting()
+        counting = Counting()
+        end._connection = end._connection._replace(backend=counting)
         counts = []
         if transport.rank == 0:
             for microbatch in range(MESSAGES):
                 transport.send(0, microbatch, value * microbatch)
         else:
-            end = transport.ends.receiving(0)
             end.expect(announced)
             counts.append(counting.receives)
             for microbatch in range(MESSAGES):

@@ -20,8 +20,9 @@ PAIR = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0)]
 def count_calls(transport: Any) -> list[int]:
     """How many messages gloo sees, step by step."""
     transport.open(PAIR)
-    transfers, counted = transport._transfers, []
-    backend = transfers.backend
+    counted = []
+    end = transport.ends.sending(0) if transport.rank == 0 else transport.ends.receiving(0)
+    backend = end._connection.backend
 
     class Counting:
         sends = 0
@@ -33,7 +34,8 @@ def count_calls(transport: Any) -> list[int]:
         def recv(self, *arguments: Any) -> Any:
             return backend.recv(*arguments)
 
-    transfers.backend = Counting()
+    counting = Counting()
+    end._connection = end._connection._replace(backend=counting)
     small, large = torch.ones(3, 5), torch.ones(DIRECT_BYTES)
     both = (large, small, large + 1)
     steps = [
@@ -41,7 +43,7 @@ def count_calls(transport: Any) -> list[int]:
         *([large] * 3, [large] * 3, [both] * 3, [both] * 3, [small] * 3),
     ]
     for values_sent in steps:
-        before = transfers.backend.sends
+        before = counting.sends
         for microbatch, value in enumerate(values_sent):
             if transport.rank == 0:
                 transport.send(0, microbatch, value)
@@ -52,7 +54,7 @@ def count_calls(transport: Any) -> list[int]:
                 came, due = flatten(transport.receive(0, microbatch)), flatten(value)
                 assert all(map(torch.equal, came.items, due.items))
         transport.flush()
-        counted.append(transfers.backend.sends - before)
+        counted.append(counting.sends - before)
         transport.exchange(None)
     return counted
 

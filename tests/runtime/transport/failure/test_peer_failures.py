@@ -69,3 +69,16 @@ def test_the_end_that_is_gone_is_named_with_what_was_due() -> None:
     assert "silent while rank 2 waited in 2RECV_F3" in str(source)
     assert (target.rank, target.stage, target.action, target.microbatch) == (2, 2, "2RECV_F3", 3)
     assert "silent while rank 1 waited in 1SEND_F3" in str(target)
+
+
+def test_a_rank_that_is_lost_before_its_first_message_is_due_is_named_without_a_microbatch():
+    """It was told as `0SEND_F-1`, which is in no program."""
+    lost = lost_source(FORWARD, -1, "died or left")
+    assert (lost.rank, lost.stage, lost.action, lost.microbatch) == (
+        FORWARD.source_rank,
+        FORWARD.source_stage,
+        None,
+        None,
+    )
+    assert f"while rank {FORWARD.target_rank} made ready for what it would send, the {FORWARD}" in lost.cause
+    assert "-1" not in str(lost)

@@ -90,6 +90,7 @@ class Exchange:
         self._peers = [coordinator] if rank != coordinator else [each for each in range(ranks) if each != rank]
         self._tag, self._long_tag = tag, tag + 2  # the number between them is for cutting connections
         self._transfers = transfers
+        self._connections = {peer: transfers.connection(peer) for peer in self._peers}
         self._prepared: dict[int, tuple[Tensor, Any]] = {}
 
     @uninterrupted
@@ -161,7 +162,7 @@ class Exchange:
         if self.sockets is not None and peer in self.sockets:
             return _NOTHING, None
         frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-        return frame, self._transfers.receive(frame, peer, self._tag)
+        return frame, self._transfers.receive(frame, self._connections[peer], self._tag)
 
     def _put(self, peer: int, step: int, body: bytes) -> list[tuple[Tensor, Any]]:
         if self.sockets is not None and peer in self.sockets:
@@ -179,7 +180,7 @@ class Exchange:
 
     def _start(self, content: bytes, peer: int, tag: int) -> tuple[Tensor, Any]:
         tensor = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        return tensor, self._transfers.send(tensor, peer, tag)
+        return tensor, self._transfers.send(tensor, self._connections[peer], tag)
 
     def _get(self, peer: int, step: int, frame: Tensor, work: Any) -> bytes:
         if work is None:
@@ -199,7 +200,8 @@ class Exchange:
         if size <= _ROOM:
             return ctypes.string_at(frame.data_ptr() + _HEAD.size, size)
         rest = torch.empty(size, dtype=torch.uint8)
-        self._transfers.wait(self._transfers.receive(rest, peer, self._long_tag), peer, is_short=True)
+        work = self._transfers.receive(rest, self._connections[peer], self._long_tag)
+        self._transfers.wait(work, peer, is_short=True)
         return ctypes.string_at(rest.data_ptr(), size)
 
     def _other_step(self, peer: int, step: int, its_step: int) -> str:

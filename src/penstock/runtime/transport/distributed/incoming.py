@@ -30,7 +30,7 @@ from penstock.runtime.transport.distributed.messages import (
     describe,
     read_header,
 )
-from penstock.runtime.transport.distributed.transfers import BackendTransfers
+from penstock.runtime.transport.distributed.transfers import BackendTransfers, PeerConnection
 from penstock.runtime.transport.failure.peer_failures import failure_from
 from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.layout.layout import Book, Layout
@@ -50,11 +50,18 @@ class DistributedIncoming(Incoming):
     posted: dict[int, Pending]
 
     def __init__(
-        self, channel: Channel, tag: int, transfers: BackendTransfers, book: Book, device: torch.device | None
+        self,
+        channel: Channel,
+        tag: int,
+        transfers: BackendTransfers,
+        connection: PeerConnection,
+        book: Book,
+        device: torch.device | None,
     ) -> None:
         super().__init__(channel)
         self._expected = ExpectedLayouts(channel, tag)
         self._transfers = transfers
+        self._connection = connection
         self._book = book
         self._device = device
         self._coming = 0  # receives of this step, where that is known beforehand
@@ -77,7 +84,7 @@ class DistributedIncoming(Incoming):
             if layout is not None and (layout.directs or layout.frame_bytes > AHEAD_BYTES):
                 return
             frame = _frame_for(layout)
-            work = self._transfers.receive(frame, self.channel.source_rank, expected.tag, self.channel, microbatch)
+            work = self._transfers.receive(frame, self._connection, expected.tag, self.channel, microbatch)
             self._ahead.append((layout, frame, work))
 
     def _post(self, microbatch: int) -> Pending:
@@ -93,9 +100,10 @@ class DistributedIncoming(Incoming):
         else:
             layout = self._expected.layouts.get(self.count)
             directs, frame, before, work = self._receive(microbatch, layout)
+        direction, source, target = self._expected.identity
+        checksum = 0 if layout is None else layout.checksum
         due = HEADER.pack(
-            *(MAGIC, DATA, layout.checksum if layout else 0, 0, transfers.exchanges),
-            *(self.count, microbatch, *self._expected.identity),
+            MAGIC, DATA, checksum, 0, transfers.exchanges, self.count, microbatch, direction, source, target
         )
         value, is_built = None, True
         if layout is not None:
@@ -105,15 +113,15 @@ class DistributedIncoming(Incoming):
 
     def _receive(self, microbatch: int, layout: Layout | None) -> tuple[list[Transfer], Tensor, Any, Any]:
         """Start the receives of one message: large tensors, frame, what comes before the last, and what comes last."""
-        transfers, channel, tag = self._transfers, self.channel, self._expected.tag
+        transfers, connection, channel, tag = self._transfers, self._connection, self.channel, self._expected.tag
         directs: list[Transfer] = []
         for region in layout.directs if layout is not None else ():
             device = self._device if transfers.travels_by_device(region.device) else None
-            directs.append(transfers.receive_tensor(region.make_carrier(device), tag, channel, microbatch))
+            directs.append(transfers.receive_tensor(region.make_carrier(device), connection, tag, channel, microbatch))
         frame = _frame_for(layout)
-        before, work = None, transfers.receive(frame, channel.source_rank, tag, channel, microbatch)
+        before, work = None, transfers.receive(frame, connection, tag, channel, microbatch)
         if frame.numel() > WHOLE_BYTES:
-            before, work = work, transfers.receive(_END, channel.source_rank, tag, channel, microbatch)
+            before, work = work, transfers.receive(_END, connection, tag, channel, microbatch)
         return directs, frame, before, work
 
     @uninterrupted
@@ -189,15 +197,16 @@ class DistributedIncoming(Incoming):
 
     def _follow(self, microbatch: int, header: Header) -> Tensor:
         """The message that a header announced."""
-        transfers, peer, channel = self._transfers, self.channel.source_rank, self.channel
+        transfers, connection, channel = self._transfers, self._connection, self.channel
+        peer = channel.source_rank
         tag = self._expected.following_tag(header.ordinal)
         body = torch.empty(header.follows, dtype=torch.uint8)
-        work = transfers.receive(body, peer, tag, channel, microbatch)
+        work = transfers.receive(body, connection, tag, channel, microbatch)
         if header.follows > WHOLE_BYTES:
-            transfers.wait(transfers.receive(_END, peer, tag, channel, microbatch), peer, channel, microbatch)
+            transfers.wait(transfers.receive(_END, connection, tag, channel, microbatch), peer, channel, microbatch)
         transfers.wait(work, peer, channel, microbatch)
         # The receipt: the sender posted its receive before it sent the body, so this wait is for nobody.
-        transfers.wait(transfers.send(_RECEIPT, peer, tag, channel, microbatch), peer, channel, microbatch)
+        transfers.wait(transfers.send(_RECEIPT, connection, tag, channel, microbatch), peer, channel, microbatch)
         return body
 
     def end_step(self) -> None:

@@ -29,7 +29,7 @@ from penstock.runtime.transport.distributed.messages import (
     UnderWay,
     blank_header,
 )
-from penstock.runtime.transport.distributed.transfers import BackendTransfers
+from penstock.runtime.transport.distributed.transfers import BackendTransfers, PeerConnection
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.layout import Book, Frame, Layout, flatten
@@ -55,6 +55,7 @@ class DistributedOutgoing(Outgoing):
         channel: Channel,
         tag: int,
         transfers: BackendTransfers,
+        connection: PeerConnection,
         book: Book,
         device: torch.device | None,
         max_sends: int,
@@ -62,6 +63,7 @@ class DistributedOutgoing(Outgoing):
         super().__init__(channel)
         self._expected = ExpectedLayouts(channel, tag)
         self._transfers = transfers
+        self._connection = connection
         self._book = book
         self._device = device
         self._max_sends = max_sends
@@ -77,7 +79,7 @@ class DistributedOutgoing(Outgoing):
         """As predicted where the value looks so, in full where it does not."""
         if self._transfers.watch.verdict is not None:
             raise after_loss(self._transfers.watch.verdict)
-        expected, channel, peer = self._expected, self.channel, self.channel.target_rank
+        expected, connection, channel = self._expected, self._connection, self.channel
         layout = expected.layouts.get(self.count)
         packed = None if layout is None else layout.pack_anew(value)
         if layout is None or packed is None:
@@ -85,26 +87,25 @@ class DistributedOutgoing(Outgoing):
             return
         transfers = self._transfers
         frame, directs = packed
-        HEADER.pack_into(
-            *(frame.header, 0, MAGIC, DATA, layout.checksum, 0, transfers.exchanges),
-            *(self.count, microbatch, *expected.identity),
-        )
+        self._write_header(frame.header, DATA, microbatch, layout.checksum, 0)
         if not directs and layout.frame_bytes <= WHOLE_BYTES:
-            work = transfers.send(frame.tensor, peer, expected.tag, channel, microbatch)
+            work = transfers.send(frame.tensor, connection, expected.tag, channel, microbatch)
             self._sent(UnderWay(microbatch, work, layout, frame, ()))
             return
         watched = [(tensor, version_of(tensor)) for _, tensor in directs if tensor is not None]
-        earlier = [transfers.send_tensor(octets, expected.tag, channel, microbatch) for octets, _ in directs]
+        earlier = [
+            transfers.send_tensor(octets, connection, expected.tag, channel, microbatch) for octets, _ in directs
+        ]
         work = self._send_last(microbatch, frame.tensor, layout, earlier)
         self._sent(UnderWay(microbatch, work, layout, frame, earlier, watched))
 
     def _send_last(self, microbatch: int, frame: Tensor, layout: Layout | None, earlier: list[Transfer]) -> Any:
         """The frame, after the tensors that travel by themselves, and its end where the receiver waits for that."""
-        send, peer, tag, channel = self._transfers.send, self.channel.target_rank, self._expected.tag, self.channel
-        work = send(frame, peer, tag, channel, microbatch)
+        send, to, tag, channel = self._transfers.send, self._connection, self._expected.tag, self.channel
+        work = send(frame, to, tag, channel, microbatch)
         if layout is not None and layout.frame_bytes > WHOLE_BYTES:
             earlier.append(Transfer(frame, work, False))
-            work = send(_END, peer, tag, channel, microbatch)
+            work = send(_END, to, tag, channel, microbatch)
         return work
 
     def _send_changed(self, microbatch: int, predicted: Layout | None, value: Any) -> None:
@@ -138,7 +139,7 @@ class DistributedOutgoing(Outgoing):
 
     def _send_instead(self, microbatch: int, predicted: Layout | None, kind: int, body: Tensor) -> None:
         """Next to nothing for each large tensor, a header where a frame was predicted, then the body and its end."""
-        transfers, channel, peer = self._transfers, self.channel, self.channel.target_rank
+        transfers, channel, connection = self._transfers, self.channel, self._connection
         frame, header = blank_header()
         self._write_header(header, kind, microbatch, 0, body.numel())
         earlier: list[Transfer] = []
@@ -147,21 +148,22 @@ class DistributedOutgoing(Outgoing):
             filler = torch.zeros(
                 region.carried if by_device else 1, dtype=torch.uint8, device=self._device if by_device else None
             )
-            earlier.append(transfers.send_tensor(filler, self._expected.tag, channel, microbatch))
+            earlier.append(transfers.send_tensor(filler, connection, self._expected.tag, channel, microbatch))
         work = self._send_last(microbatch, frame, predicted, earlier)
         tag = self._expected.following_tag(self.count)
         note = torch.zeros(1, dtype=torch.uint8)
-        receipt = Transfer(note, transfers.receive(note, peer, tag, channel, microbatch), False)
-        following = Transfer(body, transfers.send(body, peer, tag, channel, microbatch), False)
+        receipt = Transfer(note, transfers.receive(note, connection, tag, channel, microbatch), False)
+        following = Transfer(body, transfers.send(body, connection, tag, channel, microbatch), False)
         end = None
         if body.numel() > WHOLE_BYTES:
-            end = Transfer(_END, transfers.send(_END, peer, tag, channel, microbatch), False)
+            end = Transfer(_END, transfers.send(_END, connection, tag, channel, microbatch), False)
         self._following.append(Following(following, end, receipt, microbatch))
         self._sent(UnderWay(microbatch, work, None, frame, earlier))
 
     def _write_header(self, buffer: Any, kind: int, microbatch: int, checksum: int, follows: int) -> None:
-        step, identity = self._transfers.exchanges, self._expected.identity
-        HEADER.pack_into(buffer, 0, MAGIC, kind, checksum, follows, step, self.count, microbatch, *identity)
+        step, count = self._transfers.exchanges, self.count
+        direction, source, target = self._expected.identity
+        HEADER.pack_into(buffer, 0, MAGIC, kind, checksum, follows, step, count, microbatch, direction, source, target)
 
     def _sent(self, message: UnderWay) -> None:
         under_way = self._under_way

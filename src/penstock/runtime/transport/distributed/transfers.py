@@ -3,6 +3,10 @@
 The backend is called below torch.distributed's functional layer (`ProcessGroup.send` and `recv`
 on the backend itself), which saves about 10 us of Python for each message and takes ranks of the
 group as they are.
+
+Between two ranks gloo has one connection for both directions. Its thread may read from it only while the main thread
+does not write to it, and polls until it may: where both cores are busy, that takes longer than all else that a small
+message needs. So values in one direction have a second connection (`connect_again`).
 """
 
 from __future__ import annotations
@@ -10,9 +14,12 @@ from __future__ import annotations
 import sys
 from copy import copy
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.channel import Channel
@@ -21,10 +28,23 @@ from penstock.runtime.transport.distributed.messages import Transfer
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss
 from penstock.runtime.transport.failure.watch import Watch
+from penstock.runtime.transport.forks import keep_in_forks
+from penstock.runtime.transport.interrupts import uninterrupted
 
 SLACK_SECONDS = (
     10.0  # gloo's own timeout comes this much later than ours: it is the last resort, where the watch ends nothing
 )
+
+
+_HERE = torch.ones(1, dtype=torch.uint8)
+
+
+class PeerConnection(NamedTuple):
+    """A connection to another rank: a backend, and the number that the rank has in that."""
+
+    rank: int
+    backend: Any
+    number: int
 
 
 class BackendTransfers:
@@ -52,30 +72,63 @@ class BackendTransfers:
         """Whether tensors of this type of device have a link of their own."""
         return device != "cpu" and self.device_backend is not None
 
-    def send(self, tensor: Tensor, peer: int, tag: int, channel: Channel | None = None, microbatch: int = -1) -> Any:
-        try:
-            return self.backend.send([tensor], peer, tag)
-        except RuntimeError as error:
-            self._lose(error, Waiting(peer, channel, microbatch, self._now()))
+    def connection(self, peer: int) -> PeerConnection:
+        """The connection to a rank that the process group has."""
+        return PeerConnection(peer, self.backend, peer)
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, channel: Channel | None = None, microbatch: int = -1) -> Any:
-        try:
-            return self.backend.recv([tensor], peer, tag)
-        except RuntimeError as error:
-            self._lose(error, Waiting(peer, channel, microbatch, self._now()))
+    @uninterrupted
+    def connect_again(self, peer: int, store: Any, prefix: str, tag: int) -> PeerConnection:
+        """A second connection to a rank, which makes one at the same time.
 
-    def send_tensor(self, tensor: Tensor, tag: int, channel: Channel, microbatch: int) -> Transfer:
+        Gloo connects ranks in one call that nothing ends but its timeout; so first each waits for the other in a way
+        that the watch can end.
+        """
+        first, note = self.connection(peer), torch.zeros(1, dtype=torch.uint8)
+        works = [self.receive(note, first, tag), self.send(_HERE, first, tag)]
+        for work in works:
+            self.wait(work, peer)
+        low, high = sorted((self.rank, peer))
+        begun = self._now()
+        try:
+            meeting = PrefixStore(f"{prefix}/{low}-{high}", store.clone())  # which leaves the watch's own store free
+            backend = dist.ProcessGroupGloo(meeting, int(self.rank == high), 2, timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            lost = PeerFailure(peer, f"did not connect to rank {self.rank} within {self._timeout:g} s")
+            if self._now() - begun < self._timeout / 2:  # so nobody was waited for
+                lost = PeerFailure(self.rank, f"could not connect to rank {peer}: {str(error).splitlines()[0]}")
+            raise copy(self.watch.propose(lost)) from error
+        return PeerConnection(peer, keep_in_forks(backend), int(peer == high))
+
+    def send(
+        self, tensor: Tensor, to: PeerConnection, tag: int, channel: Channel | None = None, microbatch: int = -1
+    ) -> Any:
+        try:
+            return to.backend.send([tensor], to.number, tag)
+        except RuntimeError as error:
+            self._lose(error, Waiting(to.rank, channel, microbatch, self._now()))
+
+    def receive(
+        self, tensor: Tensor, by: PeerConnection, tag: int, channel: Channel | None = None, microbatch: int = -1
+    ) -> Any:
+        try:
+            return by.backend.recv([tensor], by.number, tag)
+        except RuntimeError as error:
+            self._lose(error, Waiting(by.rank, channel, microbatch, self._now()))
+
+    def send_tensor(self, tensor: Tensor, to: PeerConnection, tag: int, channel: Channel, microbatch: int) -> Transfer:
         """Bytes that travel by themselves."""
         if self.travels_by_device(tensor.device.type):
-            return Transfer(tensor, self.device_backend.send([tensor], channel.target_rank, 0), True)
+            return Transfer(tensor, self.device_backend.send([tensor], to.rank, 0), True)
         tensor = tensor.cpu()
-        return Transfer(tensor, self.send(tensor, channel.target_rank, tag, channel, microbatch), False)
+        return Transfer(tensor, self.send(tensor, to, tag, channel, microbatch), False)
 
-    def receive_tensor(self, tensor: Tensor, tag: int, channel: Channel, microbatch: int) -> Transfer:
+    def receive_tensor(
+        self, tensor: Tensor, by: PeerConnection, tag: int, channel: Channel, microbatch: int
+    ) -> Transfer:
         """Into memory for bytes that travel by themselves."""
         if self.travels_by_device(tensor.device.type):
-            return Transfer(tensor, self.device_backend.recv([tensor], channel.source_rank, 0), True)
-        return Transfer(tensor, self.receive(tensor, channel.source_rank, tag, channel, microbatch), False)
+            return Transfer(tensor, self.device_backend.recv([tensor], by.rank, 0), True)
+        return Transfer(tensor, self.receive(tensor, by, tag, channel, microbatch), False)
 
     def wait(
         self, work: Any, peer: int, channel: Channel | None = None, microbatch: int = -1, is_short: bool = False

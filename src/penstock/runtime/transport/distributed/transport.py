@@ -30,7 +30,7 @@ was not blocked leaves, and its connections close.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
@@ -49,7 +49,7 @@ from penstock.runtime.transport.distributed.incoming import DistributedIncoming
 from penstock.runtime.transport.distributed.member import Member, has_agent, member_of
 from penstock.runtime.transport.distributed.messages import SUBTAGS
 from penstock.runtime.transport.distributed.outgoing import DistributedOutgoing
-from penstock.runtime.transport.distributed.transfers import BackendTransfers
+from penstock.runtime.transport.distributed.transfers import BackendTransfers, PeerConnection
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting, different_calls
 from penstock.runtime.transport.failure.own_state import held_weakly
@@ -110,7 +110,8 @@ class DistributedTransport(Transport):
         self._tag = FIRST_TAG + member.number % 32 * (CHANNELS + 1) * SUBTAGS
         self._prefix = f"penstock/{member.number}"
         self._store = member.store
-        close = partial(_close_connections, member.backend, self._tag + CONTROL_TAG)
+        self._seconds: dict[int, PeerConnection] = {}  # by rank: the connections for values to a lower rank
+        close = partial(_close_connections, member.backend, self._seconds, self._tag + CONTROL_TAG)
         self.watch = Watch(
             *(member.store, member.store_host, self._prefix, self.rank, self.ranks, timeout, close),
             *(self._make_bell(), clock),
@@ -121,6 +122,7 @@ class DistributedTransport(Transport):
             _traffic, weakref.ref(self)
         )  # not of this transport, which it would keep alive
         weakref.finalize(self, self.watch.stop)
+        weakref.finalize(self, self._seconds.clear)  # which the watch's thread knows too
         self._transfers = BackendTransfers(self.rank, member.backend, member.device_backend, self.watch, timeout)
         self._book = Book()
         self._max_sends = max_sends
@@ -162,16 +164,36 @@ class DistributedTransport(Transport):
 
     def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
         """The ends of these channels on this rank."""
+        self._connect_again(channels)
         return ChannelEnds.of(
             channels, self.rank, partial(self._make_incoming, tag), partial(self._make_outgoing, tag, self._max_sends)
         )
 
+    def _peers(self, channels: Sequence[Channel]) -> set[int]:
+        """The ranks to which these channels lead from this one."""
+        ends = [{channel.source_rank, channel.target_rank} for channel in channels]
+        return {rank for pair in ends if self.rank in pair for rank in pair} - {self.rank}
+
+    def _connect_again(self, channels: Sequence[Channel], without: Collection[int] = ()) -> None:
+        """Have a second connection for values to lower ranks, where gloo is what connects this rank with them."""
+        if dist.is_gloo_available() and isinstance(self._transfers.backend, dist.ProcessGroupGloo):
+            peers = self._peers([each for each in channels if each.source_rank > each.target_rank])
+            for peer in sorted(peers.difference(without, self._seconds)):  # on all ranks the same order of pairs
+                self._seconds[peer] = self._transfers.connect_again(
+                    peer, self._store, f"{self._prefix}/second", self._tag + CONTROL_TAG + 3
+                )
+
+    def _connection(self, channel: Channel, peer: int) -> PeerConnection:
+        second = self._seconds.get(peer) if channel.source_rank > channel.target_rank else None
+        return second or self._transfers.connection(peer)
+
     def _make_incoming(self, tag: int, number: int, channel: Channel) -> DistributedIncoming:
-        return DistributedIncoming(channel, tag + number * SUBTAGS, self._transfers, self._book, self.device)
+        place, connection = tag + number * SUBTAGS, self._connection(channel, channel.source_rank)
+        return DistributedIncoming(channel, place, self._transfers, connection, self._book, self.device)
 
     def _make_outgoing(self, tag: int, max_sends: int, number: int, channel: Channel) -> DistributedOutgoing:
-        place = tag + number * SUBTAGS
-        return DistributedOutgoing(channel, place, self._transfers, self._book, self.device, max_sends)
+        place, connection = tag + number * SUBTAGS, self._connection(channel, channel.target_rank)
+        return DistributedOutgoing(channel, place, self._transfers, connection, self._book, self.device, max_sends)
 
     def _make_bell(self) -> Bell | None:
         """What wakes the watches of other ranks, where something can."""
@@ -194,8 +216,9 @@ class DistributedTransport(Transport):
     def exchange(self, value: Any) -> list[Any]:
         self._check_may_exchange()
         used = list(self._opened.values())
-        answers = self._collect(self._exchanger.post(self._transfers.exchanges, self.ends, used, self.call, value))
-        self._end_step(used)
+        with self.to_its_end():
+            answers = self._collect(self._exchanger.post(self._transfers.exchanges, self.ends, used, self.call, value))
+            self._end_step(used)
         return self._agreed(answers)
 
     def post_exchange(self, value: Any) -> Callable[[], list[Any]]:
@@ -210,12 +233,14 @@ class DistributedTransport(Transport):
             if errors:
                 raise errors[0]
             if not answers:
+                self.watch.own.collects = posted.step if posted.entry.call == self.call else None
                 try:
                     answers.append(self._agreed(self._collect(posted)))
                 except (MessageError, PeerFailure) as error:
                     errors.append(error)
                     raise
                 finally:
+                    self.watch.own.collects = None
                     if answers or errors:  # else Ctrl-C has ended the wait
                         self._uncollected = None
             return answers[0]
@@ -297,6 +322,7 @@ class DistributedTransport(Transport):
     def close(self) -> None:
         self.watch.close()
         self._opened.clear()
+        self._seconds.clear()
         self._book.clear()
         self.ends = ChannelEnds((), self.rank)
 
@@ -312,7 +338,8 @@ def _traffic(
     return {index: end.count for index, end in found.ends.outgoing.items() if end.count}, awaited
 
 
-def _close_connections(backend: Any, tag: int, peer: int) -> None:
+def _close_connections(backend: Any, seconds: Mapping[int, PeerConnection], tag: int, peer: int) -> None:
     """A receive that times out closes all connections of this rank, and so frees its main thread."""
-    with suppress(RuntimeError):
-        backend.recv([torch.empty(1, dtype=torch.uint8)], peer, tag + 1).wait(timedelta(milliseconds=1))
+    for each in (PeerConnection(peer, backend, peer), *list(seconds.values())):
+        with suppress(RuntimeError):
+            each.backend.recv([torch.empty(1, dtype=torch.uint8)], each.number, tag + 1).wait(timedelta(milliseconds=1))

@@ -17,6 +17,8 @@ Traffic = Callable[[Waiting | None], tuple[dict[int, int], tuple[int, int] | Non
 class OwnState:
     """What one rank does, as its transport can tell it. `step` counts the exchanges of the group."""
 
+    collects: int | None = None  # which exchange, if this rank waits for the answers of one that its call has posted
+
     def __init__(self, now: Callable[[], float]) -> None:
         self.step = 0
         self.doing: Callable[[], str] = lambda: "nothing known"
@@ -26,6 +28,12 @@ class OwnState:
         self._now = now
         self._seen: tuple[int, str, Waiting | None] | None = None  # at the last look
         self._since = now()  # when it was first seen so
+
+    @property
+    def call_step(self) -> int:
+        """The exchange that this rank's call makes, by which the calls of ranks can be compared."""
+        collects = self.collects
+        return self.step if collects is None else collects
 
     def look(self, waiting: Waiting | None) -> None:
         """At every beat: note whether this rank has moved on."""
@@ -37,7 +45,7 @@ class OwnState:
         """All of it, for other ranks."""
         doing = self.doing() + ("" if waiting is None else f", waiting for rank {waiting.peer}")
         unchanged = self._now() - self._since
-        return State(waiting, doing, self.where(), self.step, self.call(), unchanged, *self.traffic(waiting))
+        return State(waiting, doing, self.where(), self.call_step, self.call(), unchanged, *self.traffic(waiting))
 
 
 def held_weakly(call: Callable[[], Said], otherwise: Said) -> Callable[[], Said]:

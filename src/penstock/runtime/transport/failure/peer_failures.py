@@ -33,6 +33,11 @@ def failure_from(text: bytes, peer: int) -> PeerFailure:
     return failure
 
 
+def stopped_by_force(rank: int) -> PeerFailure:
+    """The loss of a group in which Ctrl-C has ended a step while its messages were under way."""
+    return PeerFailure(rank, f"KeyboardInterrupt: Ctrl-C, again, ended a step in the middle of a message; {REBUILD}")
+
+
 def whole_again(error: BaseException) -> BaseException:
     """The same error without the advice to rebuild the group, where that is not needed."""
     if not isinstance(error, PeerFailure) or REBUILD not in error.cause:
@@ -69,7 +74,10 @@ def with_report(failure: PeerFailure, doing: Sequence[str]) -> PeerFailure:
 
 
 def lost_source(channel: Channel, microbatch: int, cause: str) -> PeerFailure:
-    """The rank that should have sent did not."""
+    """The rank that should have sent did not. Below 0, no microbatch was due yet."""
+    if microbatch < 0:
+        cause = f"{cause} while rank {channel.target_rank} made ready for what it would send, the {channel}"
+        return PeerFailure(channel.source_rank, cause, stage=channel.source_stage)
     return PeerFailure(
         channel.source_rank,
         f"{cause} while rank {channel.target_rank} waited in {channel.receive_action(microbatch)}",

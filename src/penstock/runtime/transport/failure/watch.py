@@ -287,7 +287,7 @@ class Watch:
     def _compare_calls(self, waiting: Waiting | None) -> PeerFailure | None:
         """Once this rank has waited for a while: who is in another call, if all ranks wait and one is."""
         patience = min(CALL_SECONDS, self._timeout / 4)
-        step, call = self.own.step, self.own.call()
+        step, call = self.own.call_step, self.own.call()
         if waiting is None or not call or self.clock.now() - waiting.since < patience:
             return None
         self._bulletin.tell_call(step, call)

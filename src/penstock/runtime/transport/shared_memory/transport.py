@@ -82,10 +82,8 @@ class SharedMemoryTransport(DistributedTransport):
 
     def _connect(self, channels: tuple[Channel, ...]) -> None:
         """To every rank on this host that a channel, or the exchange, joins with this one."""
-        pairs = [(channel.source_rank, channel.target_rank) for channel in channels]
         centre = self._exchanger.coordinator  # the exchange goes through it
-        pairs += [(rank, centre) for rank in range(self.ranks) if rank != centre]
-        mine = {end for pair in pairs if self.rank in pair for end in pair} - {self.rank}
+        mine = self._peers(channels) | ({centre} if self.rank != centre else set(range(self.ranks))) - {self.rank}
         try:
             for rank in range(self.ranks):
                 self._meeting.address_of(rank)
@@ -99,6 +97,7 @@ class SharedMemoryTransport(DistributedTransport):
 
     def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
         self._connect(channels)
+        self._connect_again(channels, without=self._connections)
         checksum = channels_checksum(channels)
         words: dict[int, memoryview] = {}  # by peer
 

@@ -154,7 +154,7 @@ def row(family: str, who: str, times: Times, actions: int) -> list[object]:
         times.median(who) / actions * 1e6,
         Goal(times.ratio(who, "bare"), 1.15) if bare else None,
         times.busy_ratio(who, "bare") if bare else None,
-        Goal(times.ratio(who, "torch"), 0.3 if WAYS[who] is None else 1.0 if bare else 0.5),
+        Goal(times.ratio(who, "torch"), 0.3 if WAYS[who] is None else 0.7 if bare else 0.5),
         times.busy_ratio(who, "torch"),
     ]
 

@@ -1,6 +1,7 @@
 """Run functions on real gloo processes: the one harness of all tests that need some.
 
     on_processes(4, function, *arguments)   what each rank returned; an error on any rank is raised here
+    on_processes(4, function, loading=["big"])   the same, by ranks that have a slow module loaded when they begin
     launch(4, function, *arguments)         ranks that may die: what each said before its end, and how it ended
 
 The function stands at the top of a test file or of a helper; a process loads that file by its path. Processes are
@@ -10,6 +11,8 @@ given up, and no process outlives the call.
 
 from __future__ import annotations
 
+import gc
+import importlib
 import importlib.util
 import io
 import multiprocessing
@@ -19,11 +22,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ LAST_WORDS = 10.0  # for the others, once a rank has failed
 # An optimizer and a sharded module load torch's compiler, and test files load pytest: a second of work for every rank.
 LOADED = ["torch", "penstock.pipeline", "penstock.parallel.compose", "torch._dynamo", "torch.distributed.checkpoint"]
 LOADED += ["pytest", "hypothesis"]
+HERE: list[str] = []  # how ranks start, in a process that has loaded more for them
 
 
 class RankError(AssertionError):
@@ -48,9 +51,51 @@ class Ending:
     error: str = ""  # what it wrote to stderr
 
 
-def on_processes(ranks: int, function: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> list[Any]:
-    """`function(*arguments)` on each of `ranks` processes of one gloo group; the values by rank."""
+def on_processes(
+    ranks: int, function: Callable[..., Any], *arguments: Any, limit: float = LIMIT, loading: Sequence[str] = ()
+) -> list[Any]:
+    """`function(*arguments)` on each of `ranks` processes of one gloo group; the values by rank.
+
+    Modules of `loading` are loaded once, by a process that the ranks are forked from.
+    """
     job = (function.__code__.co_filename, function.__name__, arguments)
+    if loading:
+        return _from_one_that_loads(loading, ranks, job, limit)
+    return _answers(ranks, job, limit)
+
+
+def _from_one_that_loads(loading: Sequence[str], ranks: int, job: tuple[Any, ...], limit: float) -> list[Any]:
+    context = forking()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_load_and_fork, args=(theirs, list(loading), ranks, _packed(job), limit))
+    process.start()
+    theirs.close()
+    try:
+        good, value = _unpacked(ours.recv_bytes())  # ends with the process, and that at the limit
+    except EOFError:
+        good, value = False, "the process that ranks are forked from died"
+    finally:
+        process.join()
+        process.close()
+        ours.close()
+    if not good:
+        raise RankError(value)
+    return list(value)
+
+
+def _load_and_fork(pipe: Connection, loading: list[str], ranks: int, job: bytes, limit: float) -> None:
+    sys.path.insert(0, str(Path(__file__).parent))
+    for name in loading:
+        importlib.import_module(name)
+    HERE.append("fork")
+    try:
+        answer = (True, _answers(ranks, _unpacked(job), limit))
+    except RankError as error:
+        answer = (False, str(error))
+    pipe.send_bytes(_packed(answer))
+
+
+def _answers(ranks: int, job: tuple[Any, ...], limit: float) -> list[Any]:
     endings = launch(ranks, _answer, *job, limit=limit, is_failure=lambda answer: not answer[0])
     answers = [each.said[0] if each.said else (False, f"died or hung, {each.code}\n{each.error}") for each in endings]
     problems = [f"--- rank {rank}: {what}" for rank, (good, what) in enumerate(answers) if not good]
@@ -115,8 +160,10 @@ def launch(
     return endings
 
 
-def forking() -> ForkServerContext:
+def forking() -> Any:
     """Where ranks are forked from; one list for all, because the server that is started first serves all tests."""
+    if HERE:
+        return multiprocessing.get_context(HERE[0])
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LOADED)
     return context
@@ -157,6 +204,7 @@ def _enter(pipe: Connection, rank: int, ranks: int, place: str, log: str, file: 
     with open(log, "wb") as written:
         os.dup2(written.fileno(), 2)
     torch.set_num_threads(1)
+    gc.freeze()  # what the server has loaded stays: to look through it takes a quarter second each time, and copies it
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     loaded(file, name)(lambda value: pipe.send_bytes(_packed(value)), *_unpacked(content))
     pipe.close()

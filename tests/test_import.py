@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,21 +52,36 @@ def test_importing_it_imports_neither_torch_nor_numpy(module: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
-def loaded_by(names: str) -> set[str]:
-    """The modules that a fresh process has loaded once it has these names of `penstock`."""
-    code = f"import sys, penstock; {names}; print(*sys.modules)"
+@cache
+def loaded_in_turn(*statements: str) -> list[set[str]]:
+    """The modules that a fresh process has loaded after each of these."""
+    code = "import sys, penstock\n" + "".join(f"{each}\nprint(*sys.modules)\n" for each in statements)
     done = subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True, text=True, check=True)
-    return set(done.stdout.split())
+    return [set(line.split()) for line in done.stdout.splitlines()]
+
+
+# What loads little comes first: each is asked what is loaded by then.
+IN_TURN = ("import penstock.train.launch.launch", "penstock.Pipeline", "penstock.save")
 
 
 def test_integrations_are_loaded_by_those_who_ask_for_them() -> None:
-    loaded = loaded_by("penstock.Pipeline, penstock.save")
+    loaded = loaded_in_turn(*IN_TURN)[-1]
+    assert "penstock.checkpoint" in loaded
     assert not {"transformers", "accelerate", "lightning", "penstock.integrations"} & loaded
 
 
 def test_a_pipeline_loads_neither_dtensor_nor_fsdp_before_it_needs_them() -> None:
     """Together they take as long to import as torch itself, and few pipelines are sharded or spread."""
-    assert not {"torch.distributed.tensor", "torch.distributed.fsdp", "sympy"} & loaded_by("penstock.Pipeline")
+    loaded = loaded_in_turn(*IN_TURN)[1]
+    assert "penstock.pipeline" in loaded
+    assert not {"torch.distributed.tensor", "torch.distributed.fsdp", "sympy"} & loaded
+
+
+def test_a_launcher_loads_no_pipeline_and_no_checkpoint() -> None:
+    """It only waits for its ranks, whose server loads them."""
+    loaded = loaded_in_turn(*IN_TURN)[0]
+    assert "penstock.train.launch.launch" in loaded
+    assert not {"penstock.pipeline", "penstock.checkpoint.checkpointer", "torch.distributed.tensor"} & loaded
 
 
 def test_schedules_work_from_end_to_end_without_torch() -> None:
@@ -80,8 +96,13 @@ print(schedule.draw(), simulate(schedule).makespan)
     assert subprocess.run([sys.executable, "-c", code], timeout=300, capture_output=True).returncode == 0
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> list[str]:
     """The dotted names that a file loads, wherever in it; names for the type checker alone load nothing."""
+    return list(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text())
     for_types = {
         inner
@@ -98,13 +119,19 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@cache
 def room_of(name: str) -> str:
     """The room of a module, by its dotted name below the package."""
     (found,) = [room for room in ROOMS if f"{name}.".startswith(f"{room}.")]
     return found
 
 
-def modules() -> Iterator[tuple[str, Path]]:
+@cache
+def modules() -> list[tuple[str, Path]]:
+    return list(_modules())
+
+
+def _modules() -> Iterator[tuple[str, Path]]:
     for path in sorted(SOURCE.rglob("*.py")):
         name = ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
         if name not in ("__init__", "runtime"):  # the package itself, which is lazy, and a folder of rooms

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm import warm_commands
 
 from penstock.train.run.metrics import read_metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "train"
 
 
-def run(folder: Path, *command: str) -> str:
-    done = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=500)
+def run(folder: Path, program: str, *arguments: str) -> str:
+    command = [str(warm_commands() / program), *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def losses(folder: Path, *settings: str) -> list[float]:
     """Of a run in `folder`, which the last of the settings names as its output."""
-    said = run(folder, "-m", "penstock", "train", *settings, "logging.tensorboard=off")
+    said = run(folder, "penstock", "train", *settings, "logging.tensorboard=off")
     assert "done: step" in said
     return [line["loss"] for line in read_metrics(folder / settings[-1].partition("=")[2] / "metrics.jsonl")]
 
@@ -29,7 +30,7 @@ def losses(folder: Path, *settings: str) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_adapters_learn_packed_chats_on_two_processes_as_in_one(tmp_path: Path) -> None:
-    run(tmp_path, str(EXAMPLES / "make_chats.py"))
+    run(tmp_path, "python", str(EXAMPLES / "make_chats.py"))
     settings = [str(EXAMPLES / "chats.toml"), "training.steps=12", "evaluation.every=6"]
     two = losses(tmp_path, *settings, "output=two")
     one = losses(
@@ -42,7 +43,7 @@ def test_adapters_learn_packed_chats_on_two_processes_as_in_one(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_built_in_gpt_learns_with_a_tokenizer_of_its_own(tmp_path: Path) -> None:
-    run(tmp_path, str(EXAMPLES / "make_tokenizer.py"))
+    run(tmp_path, "python", str(EXAMPLES / "make_tokenizer.py"))
     texts = Path(pytest.__file__).parent
     found = losses(
         tmp_path,

@@ -32,7 +32,7 @@ def test_generators_of_modules_are_found_and_a_draw_from_any_of_them_shows() -> 
     assert isinstance(drawing, Drawing)
     assert found == [drawing.own, drawing.python, drawing.array]
     draws = {"torch": lambda: torch.rand(1, generator=drawing.own), "python": drawing.python.random}
-    for draw in (*draws.values(), drawing.array.random):
+    for draw in (*draws.values(), drawing.array.random, np.random.rand):
         before = states_of(found, torchs=True)
         assert states_of(found, torchs=True) == before
         draw()

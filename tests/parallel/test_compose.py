@@ -6,6 +6,8 @@ bit where gradients are added in the order of microbatches, each replica's first
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from exactness.cases import WIDE
 from parallel.cases import Case, all_pipelined, differences
@@ -47,18 +49,18 @@ def test_replicas_plain_and_sharded() -> None:
     ],
 )
 def test_every_schedule(replicate: str, every: bool) -> None:
-    """Each family; with and without an optimizer, with tied weights and with a window by turns, or `every` one."""
+    """Each family with an optimizer, with tied weights, with outputs of several rows and with a window: one of these
+    by turns, or `every` one."""
+    kinds: list[dict[str, Any]] = [{}, {"model": "tied"}, {"optimizer": True}, {"model": "several", "rows": (9, 6)}]
     cases = [
-        Case(family, replicate, optimizer=which)
+        Case(family, replicate, **kind)
         for row, family in enumerate(TRAINING)
-        for which in (False, True)
-        if every or row % 2 == which
+        for turn, kind in enumerate(kinds)
+        if every or row % len(kinds) == turn
     ]
-    step = 1 if every else 2
-    cases += [Case(family, replicate, "tied") for family in TRAINING[::step]]
-    cases += [Case(family, replicate, "several", rows=(9, 6)) for family in ("gpipe", "interleaved-zb", "v-min")]
     if replicate == "fsdp":
-        cases += [Case(family, replicate, window=1) for family in WIDE[::step]] + [Case("zb-v", replicate, window=9)]
+        cases += [Case(family, replicate, window=1) for family in WIDE[:: 1 if every else 4]]
+        cases.append(Case("zb-v", replicate, window=9))
     check(cases)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tiers import in_tiers
 
 from penstock.planner.calibration import candidate_of
 from penstock.planner.cluster import Cluster
@@ -13,12 +14,14 @@ from penstock.planner.plan import config_for
 from penstock.train.data.batches import open_data
 from penstock.train.run.activations import measure_peaks
 
+WAYS = [("gpipe", 2, 2), ("gpipe", 2, 4), ("1f1b", 2, 4), ("interleaved-1f1b", 4, 4), ("zb-h1", 2, 4), ("zb-v", 4, 4)]
+CASES = [(*way, vocabulary) for way in WAYS for vocabulary in (300, 4000)]
+
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "microbatches"),
-    [("gpipe", 2, 2), ("gpipe", 2, 4), ("1f1b", 2, 4), ("interleaved-1f1b", 4, 4), ("zb-h1", 2, 4), ("zb-v", 4, 4)],
+    ("schedule", "stages", "microbatches", "vocabulary"),
+    in_tiers(CASES, CASES[::4] + CASES[3::4], CASES[1::4] + CASES[2::4]),  # small and large ones by turns
 )
-@pytest.mark.parametrize("vocabulary", [300, 4000])
 def test_a_plan_counts_what_the_passes_of_a_step_allocate(
     schedule: str, stages: int, microbatches: int, vocabulary: int
 ) -> None:

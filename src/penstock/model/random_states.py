@@ -25,18 +25,27 @@ def generators_of(model: nn.Module, everywhere: bool) -> list[Any]:
 def states_of(generators: list[Any], torchs: bool) -> list[tuple[str, Any]]:
     """The state of each generator, with a name for it."""
     python, array, (tensor, _) = global_states()
-    found: list[tuple[str, Any]] = [("Python's random", python), ("numpy's random", repr(array))]
+    found: list[tuple[str, Any]] = [("Python's random", python), ("numpy's random", _comparable(array))]
     if torchs:
-        found.append(("torch's generator, past its operations", tensor.tolist()))
+        found.append(("torch's generator, past its operations", _comparable(tensor.numpy())))
     for each in generators:
         if isinstance(each, random.Random):
             found.append(("Python's random", each.getstate()))
         elif not isinstance(each, torch.Generator):
             bits = each.bit_generator if hasattr(each, "bit_generator") else each._bit_generator
-            found.append(("numpy's random", repr(bits.state)))
+            found.append(("numpy's random", _comparable(bits.state)))
         elif torchs:
-            found.append(("a torch.Generator", each.get_state().tolist()))
+            found.append(("a torch.Generator", _comparable(each.get_state().numpy())))
     return found
+
+
+def _comparable(state: Any) -> Any:
+    """A state with bytes for its arrays: these do not compare as one value, and their `repr` takes milliseconds."""
+    if isinstance(state, dict):
+        return {name: _comparable(value) for name, value in state.items()}
+    if isinstance(state, tuple):
+        return tuple(map(_comparable, state))
+    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 def global_states() -> tuple[Any, Any, TorchState]:

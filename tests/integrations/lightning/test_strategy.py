@@ -73,7 +73,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, 
     """Where they wrote, and what each of two processes found; `plain` there is a run without a pipeline."""
     folder = tmp_path_factory.mktemp("two")
     run(str(folder / "plain"), {})
-    return folder, on_processes(2, on_two, str(folder), limit=300)
+    return folder, on_processes(2, on_two, str(folder), limit=300, loading=["integrations.lightnings"])
 
 
 def same(found: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -194,7 +194,7 @@ def replicated(folder: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_replicas_train_as_one_process_on_batches_twice_as_large(tmp_path: Path) -> None:
-    ranks = on_processes(4, replicated, str(tmp_path / "replicas"))
+    ranks = on_processes(4, replicated, str(tmp_path / "replicas"), loading=["integrations.lightnings"])
     case = {"rows": 8, "data": {"sampled": True}, "trainer": {"limit_val_batches": 0}}
     plain = run(str(tmp_path / "plain"), case)
     for found in ranks:

@@ -83,7 +83,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, list[dict[
     """Where they wrote, what a run without a pipeline found (`plain` there), and what each of two processes did."""
     folder = tmp_path_factory.mktemp("two")
     plain = run(hf.Trainer, str(folder / "plain"), {"args": {"save_strategy": "steps", "save_steps": 2}})
-    return folder, plain, on_processes(2, on_two, str(folder), limit=300)
+    return folder, plain, on_processes(2, on_two, str(folder), limit=300, loading=["integrations.hugging_face"])
 
 
 def same(found: dict[str, Any], plain: dict[str, Any]) -> None:
@@ -218,7 +218,7 @@ def replicated(folder: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_replicas_of_a_pipeline_train_as_one_process_on_batches_twice_as_large(tmp_path: Path) -> None:
-    ranks = on_processes(4, replicated, str(tmp_path / "replicas"))
+    ranks = on_processes(4, replicated, str(tmp_path / "replicas"), loading=["integrations.hugging_face"])
     plain = run(hf.Trainer, str(tmp_path / "plain"), {**EVEN, "args": {"gradient_accumulation_steps": 2}})
     for found in ranks:
         same(found, plain)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from checkpoint.saved_files import fill_the_disk, names
 from train_runs import Run
 
 import penstock
+from penstock.checkpoint.save import saving
 from penstock.errors import CheckpointError
 from penstock.files import tensors as body_module
 
@@ -74,3 +77,34 @@ def test_a_save_that_failed_does_not_take_the_name(run: Run, tmp_path: Path, mon
                 checkpointer.save(1, run.pipe)
         checkpointer.save(1, run.pipe)
     assert names(tmp_path) == ["step-00000001"]
+
+
+def test_an_interrupt_ends_a_save_that_reads_the_parameters_themselves(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it, the program may change them: what the thread has not written by then must not become a checkpoint."""
+    write_file, ended = saving.write_file, threading.Event()
+    give_up = saving.Saving.give_up
+
+    def told(self: saving.Saving, reason: BaseException) -> None:
+        give_up(self, reason)
+        ended.set()
+
+    def interrupted(path: Path, pieces: Any) -> tuple[int, str]:
+        if path.suffix == ".safetensors":
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            assert ended.wait(60)
+        return write_file(path, pieces)
+
+    with penstock.Checkpointer(tmp_path, async_save=False) as checkpointer:
+        with monkeypatch.context() as patched:
+            patched.setattr(saving.Saving, "give_up", told)
+            patched.setattr(saving, "write_file", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                checkpointer.save(1, run.pipe, run.optimizer)
+        deadline = time.monotonic() + 60
+        while names(tmp_path) and time.monotonic() < deadline:  # the thread that gave up clears away
+            time.sleep(0.01)
+        assert names(tmp_path) == []
+        checkpointer.save(2, run.pipe, run.optimizer)
+        assert names(tmp_path) == ["step-00000002"]

@@ -22,6 +22,7 @@ import penstock
 from penstock.checkpoint.disk import directory
 from penstock.checkpoint.disk.manifest import checkpoints_in, damages, read_manifest
 from penstock.checkpoint.save import saving
+from penstock.errors import PeerFailure
 from penstock.files import tensors as body
 
 Say = Callable[[Any], None]
@@ -179,3 +180,36 @@ def test_a_rank_killed_at_random_moments_changes_no_loss(kills: int, tmp_path: P
     assert {step: {loss} for step, loss in undisturbed[:STEPS]} == losses
     hidden = [path.name for path in tmp_path.iterdir() if path.name.startswith(".") and path.name != ".lock"]
     assert hidden == []
+
+
+def save_until_a_replica_dies(say: Say, folder: str, exchanges: int) -> None:
+    """The second replica dies after so many exchanges of a save; the first says what it raised."""
+    mesh = penstock.mesh(pp=1, dp=2)
+    run = Run(plain=True, mesh=mesh, stages=1, schedule="gpipe", timeout=20.0)
+    run.step()
+    link = run.pipe.deployment.replication._link
+    gather, left = link.all_gather, [exchanges]
+
+    def gather_and_die(call: str, value: Any) -> list[Any]:
+        answers: list[Any] = gather(call, value)
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return answers
+
+    if dist.get_rank() == 1:
+        link.all_gather = gather_and_die
+    checkpointer = penstock.Checkpointer(folder, async_save=False)
+    try:
+        checkpointer.save(1, run.pipe, run.optimizer)
+    except PeerFailure as failure:
+        say((failure.rank, failure.replica))
+
+
+def test_a_replica_that_dies_in_the_middle_of_a_save_is_named(tmp_path: Path) -> None:
+    """Replicas used to meet in a collective of torch's, after all had said that they were there. One that died in
+    between was an error of gloo's, which names nobody."""
+    for exchanges in (1, 2, 3):
+        survivor, dead = launch(2, save_until_a_replica_dies, str(tmp_path / str(exchanges)), exchanges)
+        assert dead.code == -signal.SIGKILL, dead.error
+        assert survivor.said == [(0, 1)], survivor.error

@@ -11,7 +11,6 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,14 +123,26 @@ class Checkpointer:
             self._settle(processes, leave=AT_ONCE - 1)
         if self.async_save:
             saving.copy(self._bodies.pop() if self._bodies else Body(), self._planner.value_of)
-            if self._writer is None:
-                self._writer = processes.clock.background("penstock-checkpoint")
-            self._under_way.append((saving, self._writer.submit(saving.run)))
+            self._begin(saving)
         else:
             saving.read_from(self._planner.value_of)
-            self._under_way.append((saving, _done(saving.run)))
-            self._settle(processes)
+            try:
+                self._begin(saving)
+                self._settle(processes)
+            except (
+                BaseException
+            ) as error:  # an interrupt or a loss; what the thread still reads may change from here on
+                saving.give_up(error)
+                self._collect(0)
+                self._failed = None
+                raise
         self._planner.forget()
+
+    def _begin(self, saving: Saving) -> None:
+        """Write on a thread, so that this one hears of a process that is lost meanwhile."""
+        if self._writer is None:
+            self._writer = saving.clock.background("penstock-checkpoint")
+        self._under_way.append((saving, self._writer.submit(saving.run)))
 
     def _place(self, step: int) -> CheckpointFolder:
         try:
@@ -298,13 +309,3 @@ class Checkpointer:
             if error is None:
                 raise
             error.add_note(f"a save that was under way failed as well: {own}")  # what came first stays the error
-
-
-def _done(work: Callable[[], Path]) -> Future[Path]:
-    """What came of work that was done here, where an interrupt ends it, in the form of work that was done elsewhere."""
-    future: Future[Path] = Future()
-    try:
-        future.set_result(work())
-    except Exception as error:  # raised when the future is asked
-        future.set_exception(error)
-    return future

@@ -1,7 +1,7 @@
 """The processes that save one checkpoint together, and how they agree.
 
-Where ranks are threads there is one. Else exchanges go over the pipeline's own transport, which names a rank that died,
-stalls or is somewhere else; where the mesh has more axes than the pipeline's, all its processes then meet as well.
+Where ranks are threads there is one. Else exchanges go over the pipeline's own transport, and then over the links to
+the other axes of its mesh, so that on every way a process that died, stalls or is somewhere else is named.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from penstock.errors import CheckpointError, UsageError
 from penstock.group.agreement import agree
 from penstock.messages.clock import CLOCK
-from penstock.messages.collective import all_gather
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -39,10 +38,9 @@ class Processes:
         self._call = call
         self._transport = world.transport
         self.clock = CLOCK if world.transport is None else world.transport.clock
-        self._group = _whole_mesh(pipe)
-        self._link = getattr(pipe.deployment.replication, "_link", None)
-        if self._group is not None:
-            self.count, self.number = dist.get_world_size(self._group), dist.get_rank(self._group)
+        self._replication = deployment.replication
+        if _has_other_axes(pipe):
+            self.count, self.number = dist.get_world_size(), dist.get_rank()
         elif self._transport is not None:
             self.count, self.number = self._transport.ranks, self._transport.rank
         else:
@@ -54,17 +52,16 @@ class Processes:
         return self.number == 0
 
     def exchange(self, value: Any) -> list[Any]:
-        if self._group is None:
-            return list(self._world.all_gather(self._call, value))
-        self._world.all_gather(self._call, None)  # names who is missing in this pipeline, before all meet
-        if self._link is not None:
-            self._link.all_gather(self._call, None)  # and in the others
-        return all_gather(value, self._group)
+        """What every process says, by its number; all must make the same call."""
+        mine = self._world.all_gather(self._call, (self.number, value))
+        pipelines = self._replication.all_gather(self._call, mine)
+        answers = dict(each for pipeline in pipelines for each in pipeline)
+        return [answers[number] for number in range(self.count)]
 
     def lost(self) -> Exception | None:
         """The loss of a peer, if one is known; from any thread."""
-        lost = None if self._transport is None else self._transport.broken
-        return lost if lost is not None or self._link is None else self._link.broken
+        lost: Exception | None = None if self._transport is None else self._transport.broken
+        return self._replication.broken if lost is None else lost
 
     def on_all(self, work: Callable[[], tuple[Mine, Any]], path: Any = None) -> tuple[Mine, list[Any]]:
         """Do something on every process; what fails on one is an error on all.
@@ -88,14 +85,14 @@ class Processes:
         return kept[0], answers
 
 
-def _whole_mesh(pipe: Pipeline) -> Any:
-    """The group of all processes of a mesh that is more than the pipeline's axis; else None."""
+def _has_other_axes(pipe: Pipeline) -> bool:
+    """Whether the pipeline's mesh is more than the pipeline's own axis; then it must have all processes."""
     mesh = pipe.composition.axes.mesh
     if mesh is None or mesh.size() == dist.get_world_size(pipe.deployment.world.group):
-        return None
+        return False
     if mesh.size() != dist.get_world_size():
         raise UsageError(
             f"the mesh has {mesh.size()} of {dist.get_world_size()} processes; a checkpoint is saved by a mesh of all "
             f"of them, or by a pipeline with group="
         )
-    return dist.group.WORLD
+    return True

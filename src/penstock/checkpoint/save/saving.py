@@ -14,7 +14,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -28,6 +28,7 @@ from penstock.checkpoint.disk.plain_files import create, read_plain
 from penstock.checkpoint.save.write_plan import WritePlan, file_of
 from penstock.errors import CheckpointError
 from penstock.files.tensors import Body, TensorEntry, streamed, sync_directory, write_file
+from penstock.group.agreement import in_words
 from penstock.messages.clock import CLOCK, Clock
 
 logger = logging.getLogger("penstock.checkpoint")
@@ -58,6 +59,7 @@ class Saving:
     clock: Clock = CLOCK  # by which the other processes are waited for
     body: Body | None = None
     _pieces: Callable[[], Iterable[memoryview]] = list
+    _ended: BaseException | None = None  # why this process no longer wants it
 
     def copy(self, body: Body, value_of: Callable[[TensorEntry], Tensor]) -> None:
         """Take the values; on the thread that trains. All that comes later may then happen beside it."""
@@ -71,7 +73,17 @@ class Saving:
 
     def read_from(self, value_of: Callable[[TensorEntry], Tensor]) -> None:
         """Take the values while writing, without a copy of all of them."""
-        self._pieces = lambda: streamed(self.plan.layout, value_of)
+
+        def pieces() -> Iterator[memoryview]:
+            for piece in streamed(self.plan.layout, value_of):
+                yield piece
+                self._check()
+
+        self._pieces = pieces
+
+    def give_up(self, reason: BaseException) -> None:
+        """End it, from another thread: what this process has not written yet may change from now on."""
+        self._ended = reason
 
     def run(self) -> Path:
         """Write this process's part, and see the save through to its end."""
@@ -145,9 +157,7 @@ class Saving:
         pause, seen, since = BEAT[0], None, self.clock.now()
         looked = since
         while not ready():
-            loss = self.lost()
-            if loss is not None:
-                raise GivenUp(f"step {self.step} was not saved: {loss}", path=self.final)
+            self._check()
             self._look_for_failures()
             self.clock.sleep(pause)
             pause = min(2 * pause, BEAT[1])
@@ -160,6 +170,11 @@ class Saving:
                 raise CheckpointError(
                     f"step {self.step} was not saved: for {patience:g} s, {late()} in {self.temporary}", path=self.final
                 )
+
+    def _check(self) -> None:
+        loss = self._ended or self.lost()
+        if loss is not None:
+            raise GivenUp(f"step {self.step} was not saved: {in_words(loss)}", path=self.final)
 
     def _look_for_failures(self) -> None:
         with suppress(FileNotFoundError):

@@ -258,10 +258,14 @@ class Replicas(Replication):
         named.__cause__ = error.__cause__
         return named
 
+    @property
+    def broken(self) -> PeerFailure | None:
+        losses = (link.broken for link in (self._link, self._shards) if link is not None)
+        return next((loss for loss in losses if loss is not None), None)
+
     def _check_links(self) -> None:
-        for link in (self._link, self._shards):
-            if link is not None and link.broken is not None:
-                raise after_loss(link.broken)
+        if (loss := self.broken) is not None:
+            raise after_loss(loss)
 
     def same_count(self, count: Callable[[], int]) -> int:
         link = self._link

@@ -32,6 +32,11 @@ class Replication:
     _count = 0  # of microbatches in the step that runs
     replica_reports: Sequence[ReplicaReport] = ()  # of the last step, of every replica
 
+    @property
+    def broken(self) -> PeerFailure | None:
+        """What has ended the connection to the copies, if something has."""
+        return None
+
     def ready(self) -> None:
         """Before a training step, while ranks prepare: raises what would set the copies of a stage apart."""
 

@@ -980,7 +980,7 @@ def check_kinds(ranks: int, expected: dict[str, str]) -> None:
         for name, why in expected.items():
             apart, together, updated = found[name]
             assert not apart, name
-            assert set(together[1:]) == {why}, name
+            assert set(together[1:]) == ({why} if why else {"", "clipping, or a skip, of late"}), name
             assert updated == [True, True, True, False, True, True]
 
 
@@ -995,5 +995,5 @@ def test_one_process_trains_as_the_loop_by_hand():
 
 @pytest.mark.slow
 def test_replicas_shards_and_recorded_steps_train_as_the_loop_by_hand():
-    check_kinds(2, {"ddp": (why := "replicas, sharded or spread parameters"), "fsdp": why, "record": "record()"})
-    check_kinds(4, {"ddp": why})
+    check_kinds(2, {"ddp": "", "fsdp": "sharded or spread parameters", "record": "record()"})
+    check_kinds(4, {"ddp": ""})

@@ -59,12 +59,13 @@ TUNED = [
 ]
 
 
-def train(folder: str, overlap: bool) -> int:
+def train(folder: str, overlap: bool, *settings: str) -> int:
     import torch.distributed as dist
 
     os.chdir(folder)
     sys.path.insert(0, folder)
-    config = load_config(None, [*TUNED, f"pipeline.overlap_steps={str(overlap).lower()}", f"output=run-{overlap}"])
+    own = [f"pipeline.overlap_steps={str(overlap).lower()}", f"output=run-{overlap}"]
+    config = load_config(None, [*TUNED, *own, *settings])
     check_consistent(config)
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
     if dist.get_rank() == 0:
@@ -73,8 +74,8 @@ def train(folder: str, overlap: bool) -> int:
     return train_here(Job(config, ""), Stop())
 
 
-def both(folder: str) -> list[int]:
-    return [train(folder, overlap) for overlap in (False, True)]
+def both(folder: str, *settings: str) -> list[int]:
+    return [train(folder, overlap, *settings) for overlap in (False, True)]
 
 
 def said(folder: Path, run: str) -> list[dict[str, Any]]:
@@ -84,10 +85,12 @@ def said(folder: Path, run: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_run_on_processes_whose_steps_overlap_is_the_run_whose_steps_do_not(tmp_path):
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_run_on_processes_whose_steps_overlap_is_the_run_whose_steps_do_not(tmp_path, replicas):
     """Twenty steps: clipped hard in the seventh, left out in the eighteenth, evaluated and saved in between."""
     (tmp_path / "mine.py").write_text(MINE)
-    assert on_processes(2, both, str(tmp_path)) == [[0, 0]] * 2
+    processes = 2 * replicas
+    assert on_processes(processes, both, str(tmp_path), f"mesh.replicas={replicas}") == [[0, 0]] * processes
     plain, overlapped = said(tmp_path, "run-False"), said(tmp_path, "run-True")
     assert overlapped == plain
     assert len(plain) == 20
@@ -113,11 +116,11 @@ def test_steps_overlap_from_one_thing_that_all_ranks_do_to_the_next():
         ("training.accumulate=2", "training.accumulate"),
         ("training.ema=0.9", "training.ema"),
         ("pipeline.precision=fp16", "bf16"),
-        ("mesh.replicas=2", "mesh.replicas"),
+        ("mesh.replicate=fsdp", "mesh.replicate"),
     ],
 )
 def test_what_ends_steps_on_all_ranks_together_is_refused_by_name(change, named):
-    config = load_config(None, [*TUNED, "pipeline.overlap_steps=true", change])
+    config = load_config(None, [*TUNED, "pipeline.overlap_steps=true", "mesh.replicas=2", change])
     with pytest.raises(UsageError, match=r"pipeline\.overlap_steps") as refused:
         check_consistent(config)
     assert named in str(refused.value)

@@ -26,14 +26,18 @@ weights; they undo both steps and take the update back. Where there is no snapsh
 they cannot; the error says so. An optimizer that fails is a failure of the next step, where the others hear of it, or,
 after the last step, of the meeting that ends the loop.
 
+*Replicas.* At the end of a step a rank meets its copies in the other replicas (`Replication.meet`): they wait for the
+sums of their gradients anyway. What it reports to its own pipeline is what all copies have found, a failure or a loss
+among it, so that the reports of every pipeline say the same, and all of them take the same update back.
+
 *Ctrl-C.* What comes between the report and the end of the update waits for that, so that a step is complete with its
 update or not at all; a second one does not wait, and then this rank counts as one that has not completed the step,
 which the others notice in the next one. One that ends a wait for reports leaves these to be collected later.
 
 *Where steps end together all the same*, with the same results: on threads, which share one optimizer; with tied weights
-across ranks, replicas and sharded or spread parameters, whose gradients are exchanged when a step ends; with loss
-scaling; where the batch, or its lengths, are known to some ranks only; inside `record()`, since a timeline is of one
-step; and in the first step of a pipeline. `TrainedStep.together` says which it was.
+across ranks, and sharded or spread parameters, whose gradients are exchanged when a step ends; with loss scaling; where
+the batch, or its lengths, are known to some ranks only; inside `record()`, since a timeline is of one step; and in the
+first step of a pipeline. `TrainedStep.together` says which it was.
 """
 
 from __future__ import annotations
@@ -58,8 +62,7 @@ from penstock.pipeline.trained_step import (
     which_step,
 )
 from penstock.pipeline.weight_updates import WeightUpdates
-from penstock.runtime.engine.replication import Replication
-from penstock.runtime.engine.report import EndedStep, StepResult, replica_report, result_of
+from penstock.runtime.engine.report import EndedStep, StepResult, all_replicas, result_of
 from penstock.runtime.engine.step_input import Refused
 from penstock.schedule import Schedule, verify
 
@@ -157,7 +160,7 @@ class StepLoop:
             "ranks are threads": deployment.world.transport is None,
             "the first step of a pipeline": not (batches.has_compared and other_ranks.is_checked)
             or other_ranks.is_filled,
-            "replicas, sharded or spread parameters": type(deployment.replication) is not Replication,
+            "sharded or spread parameters": not deployment.replication.overlaps,
             "weights that are tied across ranks": bool(deployment.tied.groups),
             "a GradScaler": self._weights.scaler is not None,
             "hooks of the optimizer, or objects that it holds": self._weights.updates.depends_on_all
@@ -231,7 +234,8 @@ class StepLoop:
         failed = self._weights.failed or (None if self._uncollected is None else self._uncollected.ended.failure)
         mine: UncollectedStep
         try:
-            with transaction(training=True, loss_fn=parts.batches.loss_fn):
+            set_aside = deployment.replication.sets_aside
+            with transaction(training=True, set_aside=set_aside, loss_fn=parts.batches.loss_fn):
                 ended = self._run_without_exchange(call, program, refused or failed)
                 mine = UncollectedStep(self._number, ended, program.microbatches, transaction)
                 try:
@@ -264,9 +268,12 @@ class StepLoop:
 
     def _run_without_exchange(self, call: Call, program: Schedule, refused: BaseException | None) -> EndedStep:
         deployment = self._parts.deployment
-        with deployment.replication.step(program, training=True), deployment.ranks.step():
-            given = self._parts.batches.resolve(call, program.microbatches) if refused is None else Refused(refused)
-            return deployment.ranks.run_without_exchange(program, given)
+        with deployment.replication.step(program, training=True) as replica:
+            with deployment.ranks.step():
+                given = self._parts.batches.resolve(call, program.microbatches) if refused is None else Refused(refused)
+                ended = deployment.ranks.run_without_exchange(program, given)
+            replica.meet(ended)
+        return ended
 
     def _collect(self, runs: bool = False) -> None:
         """Read the reports of the step that is past. Raises `Abandoned` if it failed, or was updated wrongly.
@@ -298,7 +305,7 @@ class StepLoop:
     def _read(self, step: UncollectedStep, together: str = "") -> None:
         """The reports of a step, as its decision and its result; raises what went wrong anywhere."""
         reports = step.ended.reports()
-        result = result_of(reports, [replica_report(reports, step.count)], None)
+        result = result_of(reports, all_replicas(reports, step.count), None)
         loss = None if result.loss is None else result.loss.item()
         step.decision = self._weights.updates.decide([report.norm for report in reports], loss)
         self._right = self._right + 1 if step.decision.as_is else 0

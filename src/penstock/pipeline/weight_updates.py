@@ -20,7 +20,7 @@ from penstock.optim.snapshot import UpdateSnapshot
 from penstock.optim.updates import AS_IS, ORDER, UpdateDecision, Updates
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.model_state.state import ModelState
-from penstock.pipeline.trained_step import CALL, changed_in_body, explain_update, failed_update
+from penstock.pipeline.trained_step import changed_in_body, explain_update, failed_update
 from penstock.runtime.transport.failure.peer_failures import placed
 
 Found = TypeVar("Found")
@@ -79,7 +79,7 @@ class WeightUpdates:
 
         def exchange(answer: Any) -> list[Any]:
             answers = transport.post_exchange(answer)()  # Ctrl-C may end the wait, and they are collected later
-            return [each for copy in replication.all_gather(CALL, answers) for each in copy]
+            return [each for copy in replication.all_gather(transport.call, answers) for each in copy]
 
         def describe(error: BaseException) -> PeerFailure:
             axes = {"replica": replication.index} if replication.replicas > 1 else {}

@@ -8,7 +8,7 @@ the next, and never longer than `MOST`, so that Ctrl-C is not kept waiting.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from penstock.pipeline.batches import Call
@@ -38,16 +38,13 @@ def stretch(config: TrainConfig, step: int, unrecorded: int) -> int:
     return min(rooms)
 
 
-def train_overlapped(
-    state: RunState, batches: Iterator[DataBatch], shares: Callable[[list[DataBatch]], list[dict[str, Any]]]
-) -> Iterator[Trained]:
-    """One update per batch, in steps that overlap."""
+def train_overlapped(state: RunState, batches: Iterator[tuple[DataBatch, dict[str, Any]]]) -> Iterator[Trained]:
+    """One update per batch, in steps that overlap; with each batch comes what it counts, for the loss."""
     optimizer, clip = state.optimizer, state.config.optimizer.clip
     given: list[tuple[float, int]] = []  # learning rate and tokens of steps whose results are to come
 
     def calls() -> Iterator[Call]:
-        for batch in batches:
-            (share,) = shares([batch])
+        for batch, share in batches:
             given.append((optimizer.param_groups[-1]["lr"], batch.tokens))  # of groups without a rate of their own
             yield Call("train_steps()", batch.args, batch.kwargs, batch.target, share, False, training=True)
 

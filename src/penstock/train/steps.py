@@ -40,7 +40,8 @@ class Steps:
     def train_ahead(self, step: int, count: int) -> Iterator[Trained]:
         """So many steps that overlap, after `step` steps."""
         self.mark = 0
-        for number, trained in enumerate(train_overlapped(self._state, self._batches(step, count), self._shares), 1):
+        batches = ((self.mine(batch), self._shares([batch])[0]) for batch in self._batches(step, count))
+        for number, trained in enumerate(train_overlapped(self._state, batches), 1):
             if trained.updated:
                 self.skips = 0
             else:

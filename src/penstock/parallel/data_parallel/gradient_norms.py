@@ -30,10 +30,14 @@ class SpreadNorms:
             kinds.setdefault(_axes(gradient), []).append(local_of(gradient))
         norms = {axes: norm_of(parts, order, foreach) for axes, parts in kinds.items()}
         for axis, link in self._links.items():
-            answers = link.exchange({axes: each for axes, each in norms.items() if axis in axes})
-            apart: dict[frozenset[str], list[Any]] = {axes: [each] for axes, each in norms.items() if axis not in axes}
-            for axes in sorted({axes for each in answers for axes in each}, key=sorted):
-                apart.setdefault(axes - {axis}, []).append(join_partial([each.get(axes) for each in answers], order))
+            answers = link.exchange(norms)
+            apart: dict[frozenset[str], list[Any]] = {}
+            held = {axes for each in answers for axes in each}
+            for axes in sorted(held, key=lambda axes: (axis in axes, *sorted(axes))):
+                members = [each.get(axes) for each in answers]
+                # of what all members hold, the first one's: those on another processor may differ in the last bit
+                found = join_partial(members, order) if axis in axes else next(filter(None, members))
+                apart.setdefault(axes - {axis}, []).append(found)
             norms = {axes: join_partial(parts, order) for axes, parts in apart.items()}
         return join_partial([norms[axes] for axes in sorted(norms, key=sorted)], order)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from penstock.errors import PeerFailure
+from penstock.errors import ModelError, PeerFailure, UsageError
 from penstock.group.agreement import agree
 from penstock.optim.norms import local_of
 from penstock.parallel.axis_link import AxisLink
@@ -29,7 +30,7 @@ from penstock.parallel.data_parallel.replica_checks import ReplicaChecks
 from penstock.parallel.data_parallel.sharded import Sharder
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.replication import Replication
-from penstock.runtime.engine.report import ReplicaReport, StepReport, failure_of, replica_report
+from penstock.runtime.engine.report import EndedStep, ReplicaReport, StepReport, failure_of, replica_report
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.schedule import Action, Op, Schedule, insert_shards
 
@@ -70,6 +71,7 @@ class Replicas(Replication):
             sharder.waiting = self._waiting
         if link is not None:
             self.replicas, self.index = link.size, link.index
+        self.overlaps = sharder is None and shards is None
         self.leads = all(each is None or each.index == 0 for each in (link, shards))
 
     # -- during a step
@@ -164,11 +166,41 @@ class Replicas(Replication):
 
     def end(self, reports: Sequence[StepReport]) -> None:
         self._computing.close()
-        mine = replica_report(reports, self._count)
-        sharded = 0 if self._sharder is None else self._sharder.present
-        mine.more = (self._reducer.present, sharded, self._checks.report())
-        self.replica_reports = self._meet(mine)
+        self.replica_reports = self._meet(self._summary(reports))
         self._finish()
+
+    def meet(self, ended: EndedStep) -> None:
+        link, transport = self._link, self._executor.transport
+        self._computing.close()
+        if link is None:
+            return
+        failure = None if ended.failure is None else link.named(ended.failure)
+        if failure is not None and transport.broken is not None:
+            link.abort(failure)
+            return
+        mine = self._summary([ended.report])
+        mine.failure = failure
+        answers = link.exchange(mine)
+        self._met = True
+        failure, own = next((each.failure for each in answers if each.failure is not None), None), None
+        if failure is None:
+            self.replica_reports = answers
+            try:
+                self._finish()
+            except (ModelError, UsageError) as error:  # on all copies alike; the report tells the other ranks
+                failure, own = link.named(failure_of(self._executor.rank, error, None)), error
+            else:
+                ended.report.copies = [replace(each, more=None) for each in answers]
+        if failure is not None:
+            self._discard()
+            self._undo()
+            ended.fail(failure, own)
+
+    def _summary(self, reports: Sequence[StepReport]) -> ReplicaReport:
+        summary = replica_report(reports, self._count)
+        sharded = 0 if self._sharder is None else self._sharder.present
+        summary.more = (self._reducer.present, sharded, self._checks.report())
+        return summary
 
     def _begin(self, program: Schedule, training: bool) -> None:
         """What earlier steps added is set aside: it has been reduced."""
@@ -236,9 +268,13 @@ class Replicas(Replication):
         with suppress(PeerFailure):
             if not self._met:
                 link.exchange(ReplicaReport(failure=failure))
-            if self._weighs and self._total is not None:
-                self._summed()
-            self._reducer.finish(discard=True)
+            self._discard()
+
+    def _discard(self) -> None:
+        """End what other replicas have begun with this one in a step that has failed."""
+        if self._weighs and self._total is not None:
+            self._summed()
+        self._reducer.finish(discard=True)
 
     def _undo(self) -> None:
         """No gradient of a step that failed stays."""

@@ -39,6 +39,8 @@ SETTINGS = ("reduce_grads", "all_reduce_grads", "reshard_after_backward", "post_
 class UserParallel(Replication):
     """One replica as far as the pipeline knows; its parameters may be DTensors of the user's."""
 
+    overlaps = False
+
     def whole(self, value: Any) -> Any:
         return value.full_tensor() if isinstance(value, DTensor) else value
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from penstock.errors import PeerFailure
 from penstock.optim.norms import norm_of
-from penstock.runtime.engine.report import ReplicaReport, StepReport, replica_report
+from penstock.runtime.engine.report import EndedStep, ReplicaReport, StepReport, replica_report
 from penstock.schedule import Action, Schedule
 
 
@@ -28,6 +28,7 @@ class Replication:
     index = 0  # of this replica
     leads = True  # whether this rank's word counts for all of its copies, and for the other parts of its tensors
     replaced: Sequence[tuple[str, int, nn.Parameter]] = ()  # (name, stage) of parameters that parts stand for now
+    overlaps = True  # whether a rank may begin its next step before the other ranks of its pipeline have ended this one
     sets_aside = False  # whether gradients of earlier steps are set aside in a step, and so not added to in place
     _count = 0  # of microbatches in the step that runs
     replica_reports: Sequence[ReplicaReport] = ()  # of the last step, of every replica
@@ -70,6 +71,11 @@ class Replication:
     def end(self, reports: Sequence[StepReport]) -> None:
         """The ranks are done: from here on the gradients, and `replica_reports`, are those of all replicas."""
         self.replica_reports = [replica_report(reports, self._count)]
+
+    def meet(self, ended: EndedStep) -> None:
+        """This rank is done with a step that the next one overlaps: its copies are done too, and its gradients are
+        those of all replicas; or all its copies say that the step has failed.
+        """
 
     def same_count(self, count: Callable[[], int]) -> int:
         """Into how many microbatches an evaluation goes here; an error of one replica is told to all."""

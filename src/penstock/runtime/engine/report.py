@@ -45,6 +45,7 @@ class StepReport:
     wall_start: WallStart | None = None  # of a step that is recorded
     ended: float = 0.0  # when all was computed and sent
     norm: tuple[float, torch.dtype] | None = None  # of this rank's gradients, where the next update depends on all
+    copies: list[ReplicaReport] = field(default_factory=list)  # what this rank of each replica says, if they have met
 
 
 plain.register(WallStart, start=float, optimizer=float)
@@ -65,6 +66,7 @@ plain.register(
     wall_start=WallStart | None,
     ended=float,
     norm=tuple | None,
+    copies=list,
 )
 
 
@@ -125,6 +127,11 @@ class EndedStep:
     def interrupt(self) -> BaseException | None:
         """What the user, and no fault, has ended the step by on this rank, if that is so."""
         return self._own if isinstance(self._own, (KeyboardInterrupt, SystemExit)) else None
+
+    def fail(self, failure: PeerFailure, own: BaseException | None = None) -> None:
+        """The step has failed here after all, before its report is posted."""
+        self.failure = self.report.failure = failure
+        self._own = self._own or own
 
     def post(self) -> None:
         """Say what this rank has to, and wait for nobody."""
@@ -254,7 +261,7 @@ plain.register(
 )
 
 
-def replica_report(reports: Sequence[StepReport], count: int) -> ReplicaReport:
+def replica_report(reports: Sequence[StepReport | ReplicaReport], count: int) -> ReplicaReport:
     """All ranks of one replica, together."""
     summary = ReplicaReport(count=count)
     for report in reports:
@@ -263,6 +270,14 @@ def replica_report(reports: Sequence[StepReport], count: int) -> ReplicaReport:
         for name, value in report.extra.items():
             summary.extra[name] = summary.extra.get(name, 0.0) + value
     return summary
+
+
+def all_replicas(reports: Sequence[StepReport], count: int) -> list[ReplicaReport]:
+    """All replicas, from what each rank of this one has heard of its copies; without replicas, this one."""
+    if not reports[0].copies:
+        return [replica_report(reports, count)]
+    replicas = zip(*(report.copies for report in reports), strict=True)
+    return [replica_report(ranks, ranks[0].count) for ranks in replicas]
 
 
 @dataclass(frozen=True)

@@ -140,9 +140,10 @@ def _overlap(config: TrainConfig) -> Iterator[str]:
         yield f"pipeline.overlap_steps makes updates that may be taken back, which training.ema cannot follow; {apart}"
     if config.pipeline.precision == "fp16":
         yield 'pipeline.overlap_steps does not go with the loss scaling of fp16; set pipeline.precision to "bf16"'
-    for name in ("replicas", "tp"):
-        if getattr(config.mesh, name) > 1:
-            yield f"pipeline.overlap_steps is for one pipeline, and mesh.{name} is more than 1; {apart}"
+    if config.mesh.tp > 1:
+        yield f"pipeline.overlap_steps is for parameters that a process has all of, and mesh.tp is more than 1; {apart}"
+    if config.mesh.replicas > 1 and config.mesh.replicate == "fsdp":
+        yield 'pipeline.overlap_steps does not go with sharded parameters; set mesh.replicate to "ddp"'
 
 
 def _data(config: TrainConfig) -> Iterator[str]:

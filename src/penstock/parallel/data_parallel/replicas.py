@@ -190,7 +190,8 @@ class Replicas(Replication):
             except (ModelError, UsageError) as error:  # on all copies alike; the report tells the other ranks
                 failure, own = link.named(failure_of(self._executor.rank, error, None)), error
             else:
-                ended.report.copies = [replace(each, more=None) for each in answers]
+                if any(each.loss is not None or each.extra for each in answers):
+                    ended.report.copies = [replace(each, more=None) for each in answers]
         if failure is not None:
             self._discard()
             self._undo()

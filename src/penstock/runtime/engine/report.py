@@ -45,7 +45,7 @@ class StepReport:
     wall_start: WallStart | None = None  # of a step that is recorded
     ended: float = 0.0  # when all was computed and sent
     norm: tuple[float, torch.dtype] | None = None  # of this rank's gradients, where the next update depends on all
-    copies: list[ReplicaReport] = field(default_factory=list)  # what this rank of each replica says, if they have met
+    copies: list[ReplicaReport] = field(default_factory=list)  # the losses of this rank in each replica, if it has any
 
 
 plain.register(WallStart, start=float, optimizer=float)
@@ -274,10 +274,10 @@ def replica_report(reports: Sequence[StepReport | ReplicaReport], count: int) ->
 
 def all_replicas(reports: Sequence[StepReport], count: int) -> list[ReplicaReport]:
     """All replicas, from what each rank of this one has heard of its copies; without replicas, this one."""
-    if not reports[0].copies:
+    copies = [report.copies for report in reports if report.copies]
+    if not copies:
         return [replica_report(reports, count)]
-    replicas = zip(*(report.copies for report in reports), strict=True)
-    return [replica_report(ranks, ranks[0].count) for ranks in replicas]
+    return [replica_report(ranks, ranks[0].count) for ranks in zip(*copies, strict=True)]
 
 
 @dataclass(frozen=True)

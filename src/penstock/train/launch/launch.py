@@ -122,9 +122,9 @@ class Agent(LocalElasticAgent):
 
 
 def _newest(folder: RunFolder) -> str | None:
-    from penstock.checkpoint.checkpointer import Checkpointer  # as slow to load as torch, and few runs fail
+    from penstock.checkpoint.disk.manifest import find_newest  # as slow to load as torch, and few runs fail
 
-    latest = Checkpointer(folder.checkpoints).latest()
+    latest, _ = find_newest(folder.checkpoints)  # the ranks say why others were passed over
     return None if latest is None else str(latest)
 
 

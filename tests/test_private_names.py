@@ -18,6 +18,7 @@ FOREIGN = {
     "_optimizer",
     "_parameters",
     "_replace",
+    "_timeout",
     "_version",
 }
 # The names here are those of torch.distributed.pipelining, where they are private too.

@@ -118,9 +118,9 @@ def test_losses_are_exact_and_each_link_has_its_own_wire(tmp_path: Path, count: 
 # -- lost
 
 
-def train_on(say: Say) -> None:
+def train_on(say: Say, ranks: int = 4) -> None:
     """Steps without end, or until one fails: who is named then."""
-    pipe, step = pipeline(4), 0
+    pipe, step = pipeline(ranks), 0
     try:
         while True:
             say(stepped(pipe, step))
@@ -181,6 +181,22 @@ def test_a_host_that_dies_is_named_at_once_and_a_cable_that_is_pulled_after_the_
             losses = [loss for _, loss in ranks.said(0)[:-1]]
             assert len(losses) > done
             assert losses == pytest.approx(plain(4, len(losses)), rel=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lost", [0, 3, 7])
+def test_one_of_eight_hosts_that_dies_is_named_by_the_seven_others(tmp_path: Path, lost: int) -> None:
+    """The first of them has the store of the run, and the exchange that ends a step goes through it."""
+    with network(8) as hosts, ranks_on(hosts, 1, train_on, tmp_path, 8) as ranks:
+        done = under_way(ranks)
+        since = time.monotonic()
+        hosts[lost].kill()
+        found = named(ranks, [rank for rank in range(8) if rank != lost], since)
+        assert {who for who, _, _ in found.values()} == {lost}, found
+        assert all("died or left" in why for _, _, why in found.values()), found
+        assert max(seconds for _, seconds, _ in found.values()) < 20  # and not by a timeout of torch's
+        losses = [loss for _, loss in ranks.said((lost + 1) % 8)[:done]]
+    assert losses == pytest.approx(plain(8, len(losses)), rel=1e-5)
 
 
 # -- as fast as predicted

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from penstock.checkpoint.disk.directory import CheckpointFolder, Directory, sees
 from penstock.checkpoint.disk.manifest import find_newest
-from penstock.checkpoint.load.loading import Loaded, load_into, log_skipped
+from penstock.checkpoint.load.loading import Loaded, SkippedLog, load_into
 from penstock.checkpoint.named_tensors import Saved
 from penstock.checkpoint.processes import Processes
 from penstock.checkpoint.save.collecting import Given, collect, document_of
@@ -74,6 +74,7 @@ class Checkpointer:
         self._pipe: weakref.ref[Pipeline] | None = None  # of the last save
         self._seen = False  # every process has seen a directory that process 0 made
         self._closed = False
+        self._log_skipped = SkippedLog()
 
     # -- saving
 
@@ -251,9 +252,9 @@ class Checkpointer:
     # -- finding and loading
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, or `None`. Damaged ones are skipped and logged."""
+        """The newest complete checkpoint, or `None`. Damaged ones are skipped; the first process logs each once."""
         path, problems = find_newest(self.directory)
-        log_skipped(problems)
+        self._log_skipped(problems)
         return path
 
     def load(
@@ -283,8 +284,8 @@ class Checkpointer:
         """
         given = Given(optimizer, scheduler, scaler, data, averages=averages, leave_out=self._leave_out)
         if path is None:
-            return load_into(pipe, given, self.directory, newest=True)
-        return load_into(pipe, given, Path(path), newest=False)
+            return load_into(pipe, given, self.directory, self._log_skipped, newest=True)
+        return load_into(pipe, given, Path(path), self._log_skipped, newest=False)
 
     def close(self) -> None:
         """Wait for saves under way in this process, and release the directory; raises what went wrong here."""

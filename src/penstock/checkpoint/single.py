@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.checkpoint.checkpointer import Checkpointer
 from penstock.checkpoint.disk.directory import Single
 from penstock.checkpoint.disk.manifest import MANIFEST, checkpoints_in
-from penstock.checkpoint.load.loading import Loaded, load_into
+from penstock.checkpoint.load.loading import Loaded, SkippedLog, load_into
 from penstock.checkpoint.save.collecting import Given
 
 if TYPE_CHECKING:
@@ -71,4 +71,4 @@ def load(
     """
     found = Path(path)
     newest = not (found / MANIFEST).exists() and bool(checkpoints_in(found))
-    return load_into(pipe, Given(optimizer, scheduler, scaler, data), found, newest=newest)
+    return load_into(pipe, Given(optimizer, scheduler, scaler, data), found, SkippedLog(), newest=newest)

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
 from penstock.group.agreement import agree
 from penstock.group.facts import compared
-from penstock.messages.collective import all_gather
 from penstock.runtime.engine.ranks import calling
 from penstock.runtime.engine.recorder import host_name, offsets
 from penstock.runtime.state.randomness import StepCounter
@@ -30,6 +29,8 @@ from penstock.runtime.transport.distributed.transport import DistributedTranspor
 from penstock.runtime.transport.shared_memory.transport import SharedMemoryTransport
 from penstock.runtime.transport.threads import IN_MEMORY
 
+BUILDING = "Pipeline()"  # the call that ranks are in while they build one
+MEASURING_SECONDS = 1800.0  # for the rank that measures the layers for all
 Found = TypeVar("Found")
 Given = ParamSpec("Given")
 # How processes reach each other, by what `transport=` calls it; the first is the default.
@@ -112,12 +113,21 @@ class World:
         """Whether this process speaks for all, where all must use the same numbers."""
         return self.size is None or dist.get_rank(self.group) == 0
 
-    def first_says(self, numbers: list[float]) -> list[float]:
-        """The first rank's numbers, on every rank; before there is a transport."""
+    @contextmanager
+    def meeting(self) -> Iterator[DistributedTransport | None]:
+        """A transport for what ranks tell each other while the model is cut; None where ranks are threads.
+
+        It names a rank that is lost meanwhile, and has the patience to wait for one that measures.
+        """
         if self.size is None:
-            return numbers
-        found: list[float] = all_gather(numbers, self.group)[0]
-        return found
+            yield None
+            return
+        transport = DistributedTransport(self.group, max(self.timeout, MEASURING_SECONDS))
+        transport.call = BUILDING
+        try:
+            yield transport
+        finally:
+            transport.close()
 
     def check_ranks(self, wanted: int, asked: int | None) -> None:
         """The schedule's ranks must be the processes there are."""
@@ -152,8 +162,8 @@ class World:
         except BaseException as error:
             if self.size is not None and not self._informed:
                 transport = self.transport or self._connect(None)
-                with suppress(PenstockError):
-                    transport.exchange(f"{type(error).__name__}: {error}")
+                with suppress(PenstockError), calling(transport, BUILDING):
+                    transport.exchange(error if isinstance(error, PeerFailure) else f"{type(error).__name__}: {error}")
             if self.transport is not None:
                 self.transport.close()
             raise
@@ -163,8 +173,8 @@ class World:
         if self.transport is None:
             return
         self._informed = True
-        answers = self.transport.exchange((dict(facts), counter.seed, host_name()))
-        _check_built(answers)
+        answers = self.all_gather(BUILDING, (dict(facts), counter.seed, host_name()))
+        check_built(answers)
         faults = compared([theirs for theirs, _, _ in answers], "rank")
         if faults:
             raise UsageError(f"the ranks were given different pipelines; pass the same on every rank\n  {faults}")
@@ -177,7 +187,7 @@ class World:
         if self.transport is None:
             return
         self._informed = True
-        _check_built(self.transport.exchange(None))
+        check_built(self.all_gather(BUILDING, None))
 
     def clock_shifts(self, ranks: int) -> tuple[list[float], float]:
         """How far each rank's clock is ahead of rank 0's, and the error of that; on one host it is the same clock."""
@@ -211,9 +221,11 @@ class World:
         return nullcontext() if self.transport is None else calling(self.transport, call)
 
 
-def _check_built(answers: Sequence[Any]) -> None:
-    """A rank that cannot build its pipeline answers with its error, in words."""
+def check_built(answers: Sequence[Any]) -> None:
+    """A rank that cannot build its pipeline answers with its error, in words, or with the loss that it has heard of."""
     for rank, answer in enumerate(answers):
+        if isinstance(answer, PeerFailure):
+            raise answer
         if isinstance(answer, str):
             raise PeerFailure(rank, f"it could not build its pipeline: {answer}")
 

@@ -152,12 +152,7 @@ def _linked(pipe: Pipeline, executor: Executor, composition: Composition) -> dic
     """The lines to this rank's neighbours on the other axes, who have all been given the same pipeline."""
     axes, transport = composition.axes, pipe.deployment.world.transport
     assert isinstance(transport, DistributedTransport)
-    links = {
-        axis: AxisLink(axes.mesh.get_group(axis), pipe.deployment.world.timeout, transport, word, unseen=axis == "tp")
-        for axis, word in (("dp", "replica"), ("tp", "shard"))
-        if axes.size(axis) > 1
-    }
-    transport.name_axes(**{link.word: link.index for link in links.values()})
+    links = composition.link(transport, pipe.deployment.world.timeout)
     host = _store_host(axes.mesh)
     if host is not None:
         for one in (transport, *(link.transport for link in links.values())):

@@ -8,21 +8,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import UsageError
-from penstock.messages.collective import all_gather
+from penstock.errors import PeerFailure, UsageError
+from penstock.group.world import check_built
 from penstock.model.original.wrappers import FSDP, wrappings
 from penstock.model.part import StagePart
+from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.mesh import Axes
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.parallel.tensor_parallel.tensor_plan import plan_of
 from penstock.runtime.engine.replication import Replication
+from penstock.runtime.transport.distributed.transport import DistributedTransport
 from penstock.schedule import Schedule, insert_reductions, insert_shards, lower
 from penstock.schedule.seen import passes_seen
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
-BESIDE = ("dp", "tp")  # the axes beside the pipeline's own
+BESIDE = {"dp": "replica", "tp": "shard"}  # the axes beside the pipeline's own, and what their members are called
 WINDOW = 2  # stages of a rank that are whole at a time: the one that computes, and the next
 
 
@@ -107,12 +109,41 @@ class Composition:
         """Whether this pipeline's measurements count for all replicas and parts of tensors."""
         return all(self.axes.index(axis) == 0 for axis in BESIDE)
 
-    def first_says(self, numbers: list[float]) -> list[float]:
-        """The first replica's numbers, in all of them: each would measure other times, and so cut in other places."""
-        for axis in BESIDE:
-            if self.axes.size(axis) > 1:
-                numbers = all_gather(numbers, self.axes.mesh.get_group(axis))[0]
-        return numbers
+    def first_says(self, numbers: list[float], transport: DistributedTransport) -> list[float]:
+        """The numbers of the first rank of the first replica, on every rank of all of them.
+
+        Each would measure other times, and so cut in other places. `transport` has the ranks of one pipeline, and is
+        lost together with the links to the others: all name the one that was lost first.
+        """
+        self.name_axes(transport)
+        links = self.link(transport, transport.timeout)
+        try:
+            answers = transport.exchange(numbers)
+            check_built(answers)
+            for link in links.values():
+                answers = link.all_gather(transport.call, answers[0])
+        except PeerFailure as failure:
+            for link in links.values():
+                link.abort(failure)
+            raise
+        finally:
+            for link in links.values():
+                link.close()
+        found: list[float] = answers[0]
+        return found
+
+    def name_axes(self, transport: DistributedTransport) -> None:
+        """Have the failures of this pipeline named with its replica and shard, where there are several."""
+        several = {axis: word for axis, word in BESIDE.items() if self.axes.size(axis) > 1}
+        transport.name_axes(**{word: self.axes.index(axis) for axis, word in several.items()})
+
+    def link(self, transport: DistributedTransport, timeout: float) -> dict[str, AxisLink]:
+        """The lines to this rank's neighbours on the other axes."""
+        return {
+            axis: AxisLink(self.axes.mesh.get_group(axis), timeout, transport, word, unseen=axis == "tp")
+            for axis, word in BESIDE.items()
+            if self.axes.size(axis) > 1
+        }
 
     def build(self, pipe: Pipeline, places: Sequence[Sequence[tuple[int, str]]]) -> Replication:
         """What runs beside the steps of this rank."""

@@ -17,9 +17,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.errors import UsageError
+from penstock.group.joining import joining
 from penstock.rules import is_count
+from penstock.runtime.transport.distributed.transport import DistributedTransport
 
 AXES = ("pp", "dp", "tp")
+CALL = "mesh()"
 
 
 def mesh(
@@ -59,7 +62,36 @@ def mesh(
         )
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     order = AXES if inner == "dp" else ("dp", "pp", "tp")
-    return init_device_mesh(kind, tuple(sizes[name] for name in order), mesh_dim_names=order)
+    shape = tuple(sizes[name] for name in order)
+    if dist.get_backend() != "gloo" or world == 1:
+        return init_device_mesh(kind, shape, mesh_dim_names=order)
+    return _watched_mesh(kind, shape, order)
+
+
+def _watched_mesh(kind: str, shape: tuple[int, ...], order: tuple[str, ...]) -> DeviceMesh:
+    """A mesh whose making names a process that is lost meanwhile.
+
+    Torch connects the members of each axis in calls that wait for half an hour and name nobody. So all processes meet
+    first, by a transport that names who is missing, and what is lost after that is found within the group's timeout.
+    """
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    limit = everybody._get_backend(torch.device("cpu")).options._timeout
+    meeting = DistributedTransport(everybody, limit.total_seconds())
+    meeting.call = CALL
+    number = meeting.number
+    try:
+        meeting.exchange(None)
+    finally:
+        meeting.close()
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = limit
+    store = dist.distributed_c10d._get_process_group_store(everybody)
+    with joining(store, dist.get_rank(), dist.get_world_size(), f"mesh/{number}"):
+        return init_device_mesh(
+            kind, shape, mesh_dim_names=order, backend_override=dict.fromkeys(order, ("gloo", options))
+        )
 
 
 def _product(sizes: dict[str, int], left_out: list[str] | None = None) -> str:

@@ -25,6 +25,7 @@ from penstock.runtime.engine.ranks import LocalRanks
 from penstock.runtime.loss.module import loss_holding
 from penstock.runtime.state.batch_norm import prepare_batch_norm, whole_stages
 from penstock.runtime.state.randomness import StepCounter
+from penstock.runtime.transport.distributed.transport import DistributedTransport
 from penstock.schedule import Schedule, Topology
 
 
@@ -52,6 +53,11 @@ class Construction:
         schedule = self._given.schedule if found is None else found
         return choose_schedule(schedule, topology, count, self._given.ranks, self.world)
 
+    def _agree(self, numbers: list[float]) -> list[float]:
+        """The numbers of the one process that measures, in all of them."""
+        with self.world.meeting() as transport:
+            return numbers if transport is None else self.composition.first_says(numbers, transport)
+
     def cut(self) -> StagedModel:
         """The model as stages."""
         asked, composition = self._given, self.composition
@@ -66,7 +72,7 @@ class Construction:
                 asked.cut_options.speeds,
                 asked.cut_options.optimizer,
                 schedule_for=lambda stages: self._choose(Topology.chain(stages), self._count),
-                agree=lambda numbers: composition.first_says(self.world.first_says(numbers)),
+                agree=self._agree,
                 measures=self.measures,
                 search=None if self._searched is None else self._searched.cuts,
             ),
@@ -90,6 +96,8 @@ class Construction:
         counter = StepCounter(torch.initial_seed() if asked.seed is None else asked.seed)
         places = {rank: torch.device(device) for rank, device in enumerate(asked.devices or ())}
         transports = self.world.transports(chosen.ranks, asked.devices)
+        if isinstance(self.world.transport, DistributedTransport):
+            composition.name_axes(self.world.transport)
         local = LocalRanks(staged, chosen.placement, transports, counter, places, atomic=asked.atomic)
         local.precision = self._precision
         local.keeps_casts = composition.replicate != "fsdp"

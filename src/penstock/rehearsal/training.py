@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import random
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import PenstockError, UsageError
-from penstock.group.world import REHEARSED, World
+from penstock.group.world import BUILDING, REHEARSED, World
 from penstock.rehearsal.faults import PlannedFault
 from penstock.rehearsal.network import Parcel
 from penstock.rehearsal.rank import InjectedError, RehearsedRank, Setting
@@ -32,6 +33,7 @@ from penstock.rehearsal.rehearse import checked, limit_of, make_setting, plan_fa
 from penstock.rehearsal.transport import Message, RehearsalTransport
 from penstock.rehearsal.virtual_time import RankClock, VirtualTime
 from penstock.runtime.engine.executor import Executor
+from penstock.runtime.engine.ranks import calling
 from penstock.runtime.state.randomness import swap_holding
 from penstock.runtime.transport.base import Where, nowhere
 from penstock.runtime.transport.channel import Channel
@@ -191,9 +193,10 @@ class RehearsedWorld(World):
     def is_first(self) -> bool:
         return self._own.rank == 0
 
-    def first_says(self, numbers: list[float]) -> list[float]:
-        found: list[float] = self._own.exchange(numbers)[0]
-        return found
+    @contextmanager
+    def meeting(self) -> Iterator[RehearsalTransport]:
+        with calling(self._own, BUILDING):
+            yield self._own
 
     def _connect(self, device: torch.device | str | None) -> RehearsalTransport:
         self.transport = self._own

@@ -11,6 +11,7 @@ from typing import Any
 from penstock.checkpoint.checkpointer import Checkpointer
 from penstock.checkpoint.disk.plain_files import read_plain
 from penstock.checkpoint.load.loading import Loaded
+from penstock.checkpoint.processes import Processes
 from penstock.errors import CheckpointError, UsageError
 from penstock.train.config.read import changes, to_document
 from penstock.train.config.settings import TrainConfig
@@ -35,7 +36,9 @@ class Resumed:
 
 def resume(given: TrainConfig, state: RunState, checkpointer: Checkpointer) -> Resumed:
     """Load the newest whole checkpoint, if there is one. `given` is the configuration as it was asked for."""
-    if checkpointer.latest() is None:
+    processes = Processes(state.pipe, "load()")
+    _, found = processes.on_all(lambda: (None, processes.first and checkpointer.latest() is not None))
+    if not found[0]:  # to the first process: another may see a shared folder late
         return Resumed()
     options = options_of(state.optimizer)
     loaded = _load(given, state, checkpointer)

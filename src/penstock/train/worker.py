@@ -21,13 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from penstock.checkpoint.checkpointer import Checkpointer
 from penstock.checkpoint.disk.plain_files import create
 from penstock.checkpoint.generators import seed_generators
 from penstock.checkpoint.processes import Processes
 from penstock.errors import ModelError, PenstockError, UsageError
+from penstock.group.joining import joining
 from penstock.parallel.mesh import mesh as make_mesh
 from penstock.pipeline import Pipeline
 from penstock.train.build import build_model, build_pipeline
@@ -38,7 +38,7 @@ from penstock.train.data.batch import DataBatches
 from penstock.train.data.batches import check_validation, open_data
 from penstock.train.data.packing_check import check_packing
 from penstock.train.data.vocabulary import check_vocabulary, position_warning, vocabulary_of
-from penstock.train.launch.attempts import let_go, new_prefix, stand_by
+from penstock.train.launch.attempts import let_go, new_prefix, reach_store, stand_by
 from penstock.train.launch.entry import Job
 from penstock.train.launch.parent import die_with
 from penstock.train.launch.rank_notes import leave_note, note_path, ready_path
@@ -56,6 +56,7 @@ from penstock.train.run.run_folder import RunFolder
 from penstock.train.run_state import RunState
 from penstock.train.updates.nonfinite import NonFinite
 
+CONNECT_SECONDS = 30.0  # for ranks that are all there to connect; more where pipeline.timeout is longer
 FINAL = 3  # exit code: starting again would end in the same way
 log = logging.getLogger("penstock.train")
 
@@ -103,7 +104,7 @@ def train_here(job: Job, stop: Stop) -> int:
         first = not processes or int(os.environ.get("RANK", "0")) == 0
         return train_as(job, config, stop, began, processes=processes, first=first)
     limit = timedelta(seconds=max(120.0, 2 * config.pipeline.timeout))
-    store, rank, _ = next(rendezvous("env://", timeout=limit))
+    store, rank = reach_store(limit)
     attempt = PrefixStore(new_prefix(store, rank, count, limit), store)
     needed = processes_of(config) if elastic else count
     if rank >= needed:
@@ -195,8 +196,9 @@ def _group(config: TrainConfig, store: Any, rank: int, count: int) -> Iterator[N
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores))
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    limit = timedelta(seconds=max(120.0, 2 * config.pipeline.timeout))
-    dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
+    limit = timedelta(seconds=max(CONNECT_SECONDS, config.pipeline.timeout))  # all are there: they have one prefix
+    with joining(store, rank, count, "all"):
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
     yield
     dist.destroy_process_group()  # only after a run that ended well: else a peer may be stuck in a collective
 

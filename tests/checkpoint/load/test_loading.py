@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint.saved_files import Evil, forge
+from processes import on_processes
 from safetensors.torch import load_file, save_file
 from torch import nn
-from train_runs import Run
+from train_runs import LAYOUTS, Run
 
 import penstock
 from penstock.checkpoint.disk.manifest import MANIFEST
@@ -29,6 +32,33 @@ def test_a_refused_checkpoint_leaves_the_model_as_it_was(run: Run, saved: Path) 
     with pytest.raises(CheckpointError):
         penstock.load(saved, run.pipe, run.optimizer)
     assert all(torch.equal(value, before[name]) for name, value in run.pipe.state_dict().items())
+
+
+def resume_past_a_torn_one(folder: str) -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("penstock.checkpoint").addHandler(handler)
+    run = Run(**LAYOUTS["two stages"])
+    with penstock.Checkpointer(folder, async_save=False) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, run.pipe)
+        if dist.get_rank() == 0:
+            (Path(folder) / "step-00000002" / "index.json").unlink()
+        dist.barrier()
+        assert checkpointer.latest() == Path(folder) / "step-00000001"
+        assert checkpointer.load(run.pipe).step == 1
+        assert checkpointer.latest() == Path(folder) / "step-00000001"
+    run.close()
+    return lines
+
+
+def test_what_is_passed_over_is_said_once(tmp_path: Path) -> None:
+    """All processes see the same folder, and each said so, whenever it looked."""
+    (one,), other = on_processes(2, resume_past_a_torn_one, str(tmp_path))
+    assert one.startswith("skipped: ")
+    assert "step-00000002/index.json is missing" in one
+    assert other == []
 
 
 def test_a_forged_checkpoint_runs_no_code(run: Run, saved: Path, tmp_path: Path) -> None:

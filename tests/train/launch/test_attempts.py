@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from torch.distributed import DistNetworkError, HashStore
 
-from penstock.errors import RunError
+from penstock.errors import PeerFailure, RunError
 from penstock.train.launch import attempts
-from penstock.train.launch.attempts import let_go, new_prefix, stand_by
+from penstock.train.launch.attempts import let_go, new_prefix, reach_store, stand_by
 
 LIMIT = timedelta(seconds=20)
 
@@ -30,6 +32,41 @@ def test_each_attempt_gets_one_prefix_for_all_ranks_and_another_than_before() ->
 def test_a_rank_that_does_not_come_is_named() -> None:
     with pytest.raises(RunError, match=r"ranks \[1, 2\] have not come within 0.1 s"):
         new_prefix(HashStore(), 0, 3, timedelta(seconds=0.1))
+
+
+def test_all_ranks_name_the_one_that_does_not_come() -> None:
+    """Once, those that had the prefix went on, and waited for the missing one in a call that names nobody."""
+    store, limit = HashStore(), timedelta(seconds=1)
+    with ThreadPoolExecutor(2) as pool:
+        for answer in [pool.submit(new_prefix, store, rank, 3, limit) for rank in (0, 1)]:
+            with pytest.raises(RunError, match=r"ranks \[2\] have not come within 1 s"):
+                answer.result(30)
+    with pytest.raises(RunError, match=r"rank 0 has not come within 0\.1 s"):
+        new_prefix(HashStore(), 1, 3, timedelta(seconds=0.1))
+
+
+def test_a_store_that_is_gone_names_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone:
+        def set(self, *_: Any) -> None:
+            raise DistNetworkError("Failed to recv, got 0 bytes")
+
+        check = set
+
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(PeerFailure, match=r"rank 0 failed: died or left \(the store that it hosts is gone\)"):
+        new_prefix(Gone(), 1, 3, LIMIT)
+    let_go(Gone(), [2])  # whoever stood by finds that out
+
+
+def test_a_store_that_cannot_be_reached_is_named_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        port = str(taken.getsockname()[1])
+        place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in place.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RunError, match=rf"the store of the run at 127\.0\.0\.1:{port} cannot be reached"):
+            reach_store(timedelta(seconds=1))
 
 
 def test_processes_that_stand_by_go_when_the_run_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ import pty
 from pathlib import Path
 
 import pytest
-from train_jobs import job
+from train_jobs import TINY, gone, job, prepare
+from warm import WarmProcess
 
 from penstock.train.config.read import load_config
 from penstock.train.launch.launch import torchrun_command
@@ -45,6 +46,48 @@ def test_a_reader_that_leaves_ends_the_lines_and_not_the_training() -> None:
             progress.show(Reading(step, 9, 1.0, 1e-3, 0.5, 10.0, 1_000_000, None, 3.0))
         progress.say("not heard")
         progress.close()
+
+
+# Ctrl-C as soon as the launcher has started the second of four ranks, before it knows their numbers itself.
+INTERRUPTED_START = """
+import os, signal, sys
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from penstock.cli import main
+
+start, started = BaseProcess.start, []
+
+def interrupted(process):
+    start(process)
+    started.append(process.pid)
+    if len(started) == 2:
+        Path("started").write_text(" ".join(map(str, started)))
+        os.kill(os.getpid(), signal.SIGINT)
+
+if __name__ == "__main__":  # and not in a rank
+    BaseProcess.start = interrupted
+    sys.argv[0] = "penstock"
+    main()
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_ranks_are_started_ends_those_that_were(tmp_path: Path) -> None:
+    """The launcher knew none of them yet. It said that it left at once, and then waited for them, which waited for the
+    others for two minutes; or they ended with tracebacks of their own."""
+    prepare(tmp_path)
+    (tmp_path / "start.py").write_text(INTERRUPTED_START)
+    with (tmp_path / "log.txt").open("wb") as log:
+        arguments = [str(tmp_path / "start.py"), "train", *TINY, "mesh.replicas=2", "training.steps=3", "output=run"]
+        command = WarmProcess(["python", *arguments], tmp_path, log)
+        try:
+            code = command.wait(60)
+        finally:
+            command.kill()
+    words = (tmp_path / "log.txt").read_text()
+    assert code == 130, words
+    assert words == "penstock: left at once; what was saved before is whole\n"
+    assert gone([int(pid) for pid in (tmp_path / "started").read_text().split()])
 
 
 def test_the_command_for_several_hosts_has_all_ranks() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from penstock.checkpoint.disk.manifest import INDEX, Manifest, damages, newest_first, read_manifest
@@ -58,17 +60,26 @@ class Loaded:
     averages: frozenset[str] = frozenset()
 
 
-def log_skipped(problems: list[str]) -> None:
-    """What was passed over, for the log."""
-    for problem in problems:
-        logger.warning("skipped: %s", problem)
+class SkippedLog:
+    """What was passed over, for the log: each once, and by the first process only, as all see the same folder."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self, problems: Iterable[str]) -> None:
+        if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+            return
+        for problem in problems:
+            if problem not in self._told:
+                self._told.add(problem)
+                logger.warning("skipped: %s", problem)
 
 
-def load_into(pipe: Pipeline, given: Given, place: Path, *, newest: bool) -> Loaded:
+def load_into(pipe: Pipeline, given: Given, place: Path, log_skipped: SkippedLog, *, newest: bool) -> Loaded:
     """Into the pipeline and all that was given; `newest`: `place` has checkpoints, the newest whole one is taken."""
     pipe.deployment.ranks.wait_for_late_ranks()
     processes = Processes(pipe, "load()")
-    path, manifest = _choose(processes, place, newest)
+    path, manifest = _choose(processes, place, newest, log_skipped)
     contents, _ = processes.on_all(lambda: (CheckpointContents(path), None), path)
     restoring, _ = processes.on_all(lambda: (_restoring(pipe, given, contents, manifest, processes), None), path)
     try:
@@ -81,7 +92,7 @@ def load_into(pipe: Pipeline, given: Given, place: Path, *, newest: bool) -> Loa
     return loaded
 
 
-def _choose(processes: Processes, place: Path, newest: bool) -> tuple[Path, Manifest]:
+def _choose(processes: Processes, place: Path, newest: bool, log_skipped: SkippedLog) -> tuple[Path, Manifest]:
     def candidates() -> list[Path]:
         if not newest:
             return [place]
@@ -105,7 +116,7 @@ def _choose(processes: Processes, place: Path, newest: bool) -> tuple[Path, Mani
             return path, manifest
         if number + 1 == len(answers[0]):
             raise CheckpointError("\n  ".join([f"{path} is not complete:", *problems]), path=path)
-        log_skipped(problems if processes.first else [])
+        log_skipped(problems)
     raise AssertionError("unreachable")
 
 

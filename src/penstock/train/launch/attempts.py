@@ -8,6 +8,7 @@ of its own, which nobody has used before, and takes only the answer to that word
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Iterable
@@ -15,12 +16,15 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed import DistError, DistStoreError
+from torch.distributed import DistError
+from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import RunError
+from penstock.group.joining import store_gone
 from penstock.runtime.transport.failure import notes
 
 BEAT = 0.02
+LONGEST_BEAT = 0.2
 LONGEST_WORD = 100
 STAND_BY_BEAT = 0.5
 ENDED = "penstock/ended"
@@ -29,17 +33,59 @@ LET_GO = timedelta(seconds=10)  # the store may end with this process, so that t
 
 def new_prefix(store: Any, rank: int, count: int, limit: timedelta) -> str:
     """A prefix that all ranks of this attempt have, and no rank of another one."""
-    if rank != 0:
-        word = uuid.uuid4().hex
-        store.set(f"penstock/ask/{rank}", word)
-        name = f"penstock/answer/{word}"
-        store.wait([name], limit)
-        try:
-            (prefix,) = notes.read("answer", name, store.get(name))
-        except notes.Tampered as error:
-            raise RunError(f"under the answer of rank 0, the store holds something {notes.STRANGER}") from error
-        store.set(f"penstock/got/{prefix}/{rank}", "")
-        return str(prefix)
+    try:
+        return _hand_out(store, count, limit) if rank == 0 else _ask(store, rank, count, limit)
+    except DistError as error:
+        raise store_gone(rank, error) from error
+
+
+def reach_store(limit: timedelta) -> tuple[Any, int]:
+    """The store that the launcher's environment names, and this process's rank."""
+    try:
+        store, rank, _ = next(rendezvous("env://", timeout=limit))
+    except DistError as error:
+        place = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise RunError(
+            f"the store of the run at {place} cannot be reached ({str(error).splitlines()[0]}): its host is gone, or "
+            f"this one has no way to it"
+        ) from error
+    return store, rank
+
+
+def _ask(store: Any, rank: int, count: int, limit: timedelta) -> str:
+    word = uuid.uuid4().hex
+    store.set(f"penstock/ask/{rank}", word)
+    name = f"penstock/answer/{word}"
+    deadline = time.monotonic() + limit.total_seconds()
+    if not _comes(store, name, deadline):
+        raise RunError(f"rank 0 has not come within {limit.total_seconds():g} s")
+    try:
+        (prefix,) = notes.read("answer", name, store.get(name))
+    except notes.Tampered as error:
+        raise RunError(f"under the answer of rank 0, the store holds something {notes.STRANGER}") from error
+    store.set(f"penstock/got/{prefix}/{rank}", "")
+    if not _comes(store, f"penstock/all/{prefix}", deadline):
+        missing = [other for other in range(1, count) if not store.check([f"penstock/got/{prefix}/{other}"])]
+        raise RunError(_late(missing or [0], limit))
+    return str(prefix)
+
+
+def _comes(store: Any, name: str, deadline: float) -> bool:
+    """Wait for something that rank 0 says; in slices, because a signal is not heard inside the store."""
+    pause = BEAT
+    while not store.check([name]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_BEAT)
+    return True
+
+
+def _late(missing: Iterable[int], limit: timedelta) -> str:
+    return f"ranks {sorted(missing)} have not come within {limit.total_seconds():g} s"
+
+
+def _hand_out(store: Any, count: int, limit: timedelta) -> str:
     prefix, deadline = uuid.uuid4().hex, time.monotonic() + limit.total_seconds()
     missing = set(range(1, count))
     while missing:
@@ -50,8 +96,9 @@ def new_prefix(store: Any, rank: int, count: int, limit: timedelta) -> str:
                 name = f"penstock/answer/{store.get(f'penstock/ask/{other}').decode(errors='replace')[:LONGEST_WORD]}"
                 store.set(name, notes.write(name, prefix))
         if time.monotonic() > deadline:
-            raise RunError(f"ranks {sorted(missing)} have not come within {limit.total_seconds():g} s")
+            raise RunError(_late(missing, limit))
         time.sleep(BEAT if missing else 0)
+    store.set(f"penstock/all/{prefix}", "")
     return prefix
 
 
@@ -72,8 +119,8 @@ def stand_by(store: Any, rank: int) -> int:
 def let_go(store: Any, ranks: Iterable[int]) -> None:
     """The run has ended well: those that stand by may go."""
     names = [_gone(rank) for rank in ranks]
-    store.set(ENDED, "")
-    with suppress(DistStoreError):  # one that is lost is not waited for
+    with suppress(DistError):  # one that is lost is not waited for, and the store may be gone with it
+        store.set(ENDED, "")
         store.wait(names, LET_GO)
 
 

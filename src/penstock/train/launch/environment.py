@@ -6,6 +6,9 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import secrets
+import signal
+from contextlib import suppress
+from typing import Any
 
 from penstock.messages.secret import VARIABLE as SECRET
 from penstock.messages.secret import has_secret
@@ -45,3 +48,15 @@ def start_fork_server(config: TrainConfig) -> None:
         ["penstock.train.launch.fork_server", "penstock.train.worker", *libraries_of(config)]
     )
     multiprocessing.forkserver.ensure_running()
+
+
+def kill_fork_server() -> None:
+    """End the server, and with it every rank that was forked from it; they have ended when this returns.
+
+    A rank that is just starting would else miss what the launcher takes away, and say so.
+    """
+    server: Any = multiprocessing.forkserver._forkserver
+    if server._forkserver_pid is not None:
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+            os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOWAIT)  # its children are then killed, too

@@ -34,6 +34,7 @@ from penstock.train.config.consistent import processes_of
 from penstock.train.config.elastic import describe_layouts, elastic_layouts
 from penstock.train.config.settings import TrainConfig
 from penstock.train.launch.entry import Job, enter
+from penstock.train.launch.environment import kill_fork_server
 from penstock.train.launch.local_rendezvous import LOOPBACK, LocalRendezvous
 from penstock.train.launch.rank_notes import note_path, read_note, ready_path
 from penstock.train.launch.stopping import INTERRUPTED, asking, is_echo
@@ -122,9 +123,9 @@ class Agent(LocalElasticAgent):
 
 
 def _newest(folder: RunFolder) -> str | None:
-    from penstock.checkpoint.checkpointer import Checkpointer  # as slow to load as torch, and few runs fail
+    from penstock.checkpoint.disk.manifest import find_newest  # as slow to load as torch, and few runs fail
 
-    latest = Checkpointer(folder.checkpoints).latest()
+    latest, _ = find_newest(folder.checkpoints)  # the ranks say why others were passed over
     return None if latest is None else str(latest)
 
 
@@ -222,18 +223,23 @@ def _interrupts(agent: Agent, say: Say) -> Iterator[None]:
             return
         since = monotonic()
         if agent.stopping or not agent.ready:
-            agent.signal_ranks(signal.SIGKILL)
+            for each in before:  # all is said: another one must not cut the end short
+                signal.signal(each, signal.SIG_IGN)
+            kill_fork_server()
             raise _AtOnce
         agent.stopping = True
         say("finishing the step, then saving; once more to leave at once")
         agent.signal_ranks(signal.SIGINT)
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, *asking())}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, *asking())}
     try:
+        for number in before:
+            signal.signal(number, on_signal)
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, handler)
 
 
 def torchrun_command(config: TrainConfig, arguments: list[str]) -> str:

@@ -24,6 +24,18 @@ def test_a_rank_has_stood_still_since_it_was_first_seen_where_it_is() -> None:
     assert own.state(None).seconds_unchanged == 0.0
 
 
+def test_a_wait_without_a_channel_is_described_by_what_it_is_for() -> None:
+    """A rank that connected in its first step, or met others in save(), was said to be at the end of a step."""
+    own = OwnState(lambda: 0.0)
+    own.call = lambda: "step()"
+    assert own.reason == "in the exchange that ends the step"
+    with own.connecting("for their second connection"):
+        lost = Waiting(2, None, -1, 0.0, own.reason).blame(1, "died or left")
+        assert str(lost) == "rank 2 failed: died or left while rank 1 waited for their second connection"
+    own.call = lambda: "save()"
+    assert own.reason == "in an exchange of save()"
+
+
 class Rank:
     def doing(self) -> str:
         return "at 0F0"

@@ -35,6 +35,7 @@ SLACK_SECONDS = (
     10.0  # gloo's own timeout comes this much later than ours: it is the last resort, where the watch ends nothing
 )
 
+GOODBYE_TIME = timedelta(seconds=1)  # in which the end of a peer's process closes its connections
 
 _HERE = torch.ones(1, dtype=torch.uint8)
 
@@ -84,20 +85,34 @@ class BackendTransfers:
         that the watch can end.
         """
         first, note = self.connection(peer), torch.zeros(1, dtype=torch.uint8)
-        works = [self.receive(note, first, tag), self.send(_HERE, first, tag)]
-        for work in works:
-            self.wait(work, peer)
+        with self.watch.own.connecting("for their second connection"):
+            works = [self.receive(note, first, tag), self.send(_HERE, first, tag)]
+            for work in works:
+                self.wait(work, peer)
         low, high = sorted((self.rank, peer))
         begun = self._now()
         try:
             meeting = PrefixStore(f"{prefix}/{low}-{high}", store.clone())  # which leaves the watch's own store free
             backend = dist.ProcessGroupGloo(meeting, int(self.rank == high), 2, timedelta(seconds=self._timeout))
+        except dist.DistNetworkError as error:
+            raise self.watch.without_store(error) from error
         except RuntimeError as error:
             lost = PeerFailure(peer, f"did not connect to rank {self.rank} within {self._timeout:g} s")
             if self._now() - begun < self._timeout / 2:  # so nobody was waited for
-                lost = PeerFailure(self.rank, f"could not connect to rank {peer}: {str(error).splitlines()[0]}")
+                lost = self._not_connected(first, tag, error)
             raise copy(self.watch.propose(lost)) from error
         return PeerConnection(peer, keep_in_forks(backend), int(peer == high))
+
+    def _not_connected(self, first: PeerConnection, tag: int, error: RuntimeError) -> PeerFailure:
+        """Whose fault it is that a second connection could not be made: the peer's, if its first one is closed."""
+        peer = first.rank
+        try:
+            first.backend.recv([torch.zeros(1, dtype=torch.uint8)], first.number, tag).wait(GOODBYE_TIME)
+        except RuntimeError as closed:
+            if not _timed_out(closed):
+                cause = f"{CONNECTION_CLOSED} while rank {self.rank} waited for their second connection"
+                return PeerFailure(peer, cause)
+        return PeerFailure(self.rank, f"could not connect to rank {peer}: {str(error).splitlines()[0]}")
 
     def send(
         self, tensor: Tensor, to: PeerConnection, tag: int, channel: Channel | None = None, microbatch: int = -1
@@ -105,7 +120,7 @@ class BackendTransfers:
         try:
             return to.backend.send([tensor], to.number, tag)
         except RuntimeError as error:
-            self._lose(error, Waiting(to.rank, channel, microbatch, self._now()))
+            self._lose(error, self._waiting(to.rank, channel, microbatch))
 
     def receive(
         self, tensor: Tensor, by: PeerConnection, tag: int, channel: Channel | None = None, microbatch: int = -1
@@ -113,7 +128,7 @@ class BackendTransfers:
         try:
             return by.backend.recv([tensor], by.number, tag)
         except RuntimeError as error:
-            self._lose(error, Waiting(by.rank, channel, microbatch, self._now()))
+            self._lose(error, self._waiting(by.rank, channel, microbatch))
 
     def send_tensor(self, tensor: Tensor, to: PeerConnection, tag: int, channel: Channel, microbatch: int) -> Transfer:
         """Bytes that travel by themselves."""
@@ -139,7 +154,7 @@ class BackendTransfers:
         seconds after ours.
         """
         watch = self.watch
-        watch.waiting = waiting = Waiting(peer, channel, microbatch, self._now())
+        watch.waiting = waiting = self._waiting(peer, channel, microbatch)
         try:
             if watch.verdict is not None:
                 raise after_loss(watch.verdict)
@@ -170,9 +185,16 @@ class BackendTransfers:
         """Make this the group's verdict, if there is none yet."""
         self.watch.propose(failure)
 
+    def _waiting(self, peer: int, channel: Channel | None, microbatch: int) -> Waiting:
+        return Waiting(peer, channel, microbatch, self._now(), self.watch.own.reason if channel is None else "")
+
     def _lose(self, error: RuntimeError, waiting: Waiting) -> NoReturn:
         """The group's verdict on a failed operation."""
         self.watch.waiting = None
-        timed_out = "Timed out waiting" in str(error)
-        cause = f"silent for {self._timeout:g} s" if timed_out else CONNECTION_CLOSED
+        cause = f"silent for {self._timeout:g} s" if _timed_out(error) else CONNECTION_CLOSED
         raise copy(self.watch.propose(waiting.blame(self.rank, cause))) from error
+
+
+def _timed_out(error: RuntimeError) -> bool:
+    """Whether gloo has given up a wait, and no connection was closed."""
+    return "Timed out waiting" in str(error)

@@ -107,6 +107,7 @@ class DistributedTransport(Transport):
         self.timeout, self.clock = timeout, clock
         self.device = None if device is None else torch.device(device)
         self._backend_name = member.backend_name
+        self.number = member.number  # among the transports of the group
         self._tag = FIRST_TAG + member.number % 32 * (CHANNELS + 1) * SUBTAGS
         self._prefix = f"penstock/{member.number}"
         self._store = member.store

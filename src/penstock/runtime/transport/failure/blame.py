@@ -19,20 +19,21 @@ class Waiting(NamedTuple):
     """What the main thread is blocked in."""
 
     peer: int
-    edge: Channel | None  # None: an exchange
+    edge: Channel | None  # None: an exchange, or a connection that is being made
     microbatch: int
     since: float
+    reason: str = "in the exchange that ends the step"  # where there is no channel: in or for what it waits
 
     def blame(self, rank: int, cause: str) -> PeerFailure:
         """The failure of the awaited peer, as seen from `rank`."""
         if self.edge is None:
-            return PeerFailure(self.peer, f"{cause} while rank {rank} waited in the exchange that ends the step")
+            return PeerFailure(self.peer, f"{cause} while rank {rank} waited {self.reason}")
         if self.edge.source_rank == self.peer:
             return lost_source(self.edge, self.microbatch, cause)
         return lost_target(self.edge, self.microbatch, cause)
 
 
-plain.register(Waiting, peer=int, edge=Channel | None, microbatch=int, since=float)
+plain.register(Waiting, peer=int, edge=Channel | None, microbatch=int, since=float, reason=str)
 
 
 class State(NamedTuple):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import TypeVar
 from weakref import WeakMethod
@@ -11,6 +12,7 @@ from penstock.runtime.transport.base import Where, nowhere
 from penstock.runtime.transport.failure.blame import State, Waiting
 
 Said = TypeVar("Said")
+STEPS = ("", "step()", "train_steps()", "evaluate()", "predict()")  # calls whose exchanges end a step
 Traffic = Callable[[Waiting | None], tuple[dict[int, int], tuple[int, int] | None]]  # see `State`: sent, and awaits
 
 
@@ -18,6 +20,7 @@ class OwnState:
     """What one rank does, as its transport can tell it. `step` counts the exchanges of the group."""
 
     collects: int | None = None  # which exchange, if this rank waits for the answers of one that its call has posted
+    connects: str = ""  # for what it waits, while it makes a connection
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.step = 0
@@ -34,6 +37,21 @@ class OwnState:
         """The exchange that this rank's call makes, by which the calls of ranks can be compared."""
         collects = self.collects
         return self.step if collects is None else collects
+
+    @property
+    def reason(self) -> str:
+        """In or for what this rank waits where it waits for no message of a channel, in words."""
+        call = self.call()
+        return self.connects or ("in the exchange that ends the step" if call in STEPS else f"in an exchange of {call}")
+
+    @contextmanager
+    def connecting(self, what: str) -> Iterator[None]:
+        """A context in which this rank waits for a connection, and not in an exchange."""
+        before, self.connects = self.connects, what
+        try:
+            yield
+        finally:
+            self.connects = before
 
     def look(self, waiting: Waiting | None) -> None:
         """At every beat: note whether this rank has moved on."""

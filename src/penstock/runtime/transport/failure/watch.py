@@ -93,6 +93,7 @@ class Watch:
         self._announced: PeerFailure | None = None
         self._news_lock = threading.Lock()
         self._proposal: PeerFailure | None = None
+        self._alarmed: PeerFailure | None = None  # whom the store's alarm names, as this rank has read it
         self._decided = clock.event()
         # the thread
         self._stood_still = 0.0  # seconds that this very thread did not run, where they were more than the timeout
@@ -220,16 +221,19 @@ class Watch:
     def _hand_on(self, verdict: PeerFailure) -> None:
         """Say that this rank has read the verdict; where its process hosts the store, wait until all others have.
 
-        It may leave as soon as it knows. The others would then find the store gone, and blame this rank.
+        It may leave as soon as it knows. The others would then find the store gone, and blame this rank. Those that
+        have answered the alarm are alive: on a busy machine they may take longer, and are waited for.
         """
         self._bulletin.tell_read()
         if self.store_host.is_here:
             others = [rank for rank in range(self._ranks) if rank != verdict.rank]
-            nap = self._beat / 10
-            for _ in range(int(STORE_SECONDS / nap)):
-                if self._bulletin.have_read(others):
+            alive = self._bulletin.states(others).keys()
+            begin, seconds = self.clock.now(), 0.0
+            while seconds < MOST_SECONDS:
+                if self._bulletin.have_read(others if seconds < STORE_SECONDS else alive):
                     break
-                self.clock.sleep(nap)
+                self.clock.sleep(self._beat / 10)
+                seconds = self.clock.now() - begin
 
     def _conclude(self, verdict: PeerFailure) -> None:
         # The order matters: the main thread sets `waiting` and then reads `verdict`, so that it
@@ -280,6 +284,7 @@ class Watch:
             self._call_others()
         alarm = self._bulletin.alarm() if has_notes or mine is not None else None
         if alarm is not None:
+            self._alarmed = alarm.failure
             return self._arbitration.verdict(alarm, self.own.state(self.waiting))
         self._bulletin.has_looked(step)
         return None
@@ -324,7 +329,12 @@ class Watch:
         return self._stopping or (silent and (overdue or self._proposal is not None))
 
     def _after_store(self, gone: float) -> PeerFailure | None:
-        """With the store its host is gone. By itself no loss: what is under way at the end of a run may still come."""
+        """With the store its host is gone. By itself no loss: what is under way at the end of a run may still come.
+
+        A host that goes after an alarm that names somebody, leaves because of that one.
+        """
+        if self._alarmed is not None:
+            return self._alarmed
         waiting, proposal, lost = self.waiting, self._proposal, self.store_host.gone()
         if lost is None or (proposal is not None and proposal.rank == self.store_host.host):
             return proposal
@@ -333,8 +343,8 @@ class Watch:
 
     def _without_store(self) -> PeerFailure | None:
         """What this rank makes of a store that does not answer: nothing, if it has only stopped listening to end."""
-        if self._stopping:
-            return None
+        if self._stopping or self._alarmed is not None:
+            return self._alarmed
         silent = self.store_host.silent()
         if silent is not None:
             return silent

@@ -258,7 +258,8 @@ class Connections(dict[int, Connection]):
     ) -> None:
         """Read what the peer sends until it is done; the watch sees for whom, and ends the wait if that is hopeless."""
         watch = self._watch
-        watch.waiting = waiting = Waiting(connection.peer, channel, microbatch, monotonic())
+        reason = "" if channel is not None else watch.own.reason
+        watch.waiting = waiting = Waiting(connection.peer, channel, microbatch, monotonic(), reason)
         awake = waiting.since + SPIN_SECONDS
         try:
             while not done():
@@ -279,7 +280,7 @@ class Connections(dict[int, Connection]):
     def wait_for_room(self, connection: Connection) -> None:
         """The socket is full, its reader is behind: read meanwhile what others, perhaps waiting alike, have sent."""
         watch = self._watch
-        watch.waiting = Waiting(connection.peer, *self.busy_with, monotonic())
+        watch.waiting = Waiting(connection.peer, *self.busy_with, monotonic(), watch.own.reason)
         try:
             self._look_around()
             while not select.select([], [connection], [], SLICE_SECONDS)[1]:
@@ -305,7 +306,7 @@ class Connections(dict[int, Connection]):
         try:
             self[peer].write_exchange(step, body)
         except Gone:
-            self.lose(Waiting(peer, None, -1, monotonic()))
+            self.lose(Waiting(peer, None, -1, monotonic(), self._watch.own.reason))
 
     def get_exchange(self, peer: int) -> tuple[int, bytes]:
         """The step that the peer ends, and what it has to say."""

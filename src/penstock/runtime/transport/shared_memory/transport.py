@@ -61,15 +61,18 @@ class SharedMemoryTransport(DistributedTransport):
         self._connections = Connections(self.rank, self.watch)
         self._exchanger.sockets = self._connections
         home = "cpu" if self.device is None else self.device.type
-        self._meeting = Meeting(
-            self._store,
-            f"{self._prefix}/shared",
-            self.rank,
-            self.ranks,
-            self._bell.address,
-            home,
-            partial(_wait_to_meet, self.watch),  # not of this transport, which its own end would then keep alive
-        )
+        try:
+            self._meeting = Meeting(
+                self._store,
+                f"{self._prefix}/shared",
+                self.rank,
+                self.ranks,
+                self._bell.address,
+                home,
+                partial(_wait_to_meet, self.watch),  # not of this transport, which its own end would then keep alive
+            )
+        except dist.DistError as error:
+            raise self.watch.without_store(error) from error
         self._bell.others = self._meeting.neighbours
         self._apart: dict[int, str] = {}  # near ranks that cannot be reached, and why
         weakref.finalize(self, _hang_up, self._meeting, self._connections, self._bell)
@@ -135,7 +138,12 @@ class SharedMemoryTransport(DistributedTransport):
 
     def describe_link(self, source: int, target: int) -> str:
         other = target if source == self.rank else source
-        reason = self._meeting.address_of(source).apart(self._meeting.address_of(target))
+        try:
+            reason = self._meeting.address_of(source).apart(self._meeting.address_of(target))
+        except dist.DistError as error:
+            raise self.watch.without_store(error) from error
+        finally:
+            self.watch.waiting = None
         if self.rank in (source, target) and reason is None:
             reason = self._apart.get(other)
             connection = self._connections.get(other)
@@ -150,7 +158,7 @@ class SharedMemoryTransport(DistributedTransport):
 
 
 def _wait_to_meet(watch: Watch, peer: int, since: float) -> None:
-    watch.waiting = Waiting(peer, None, -1, since)
+    watch.waiting = Waiting(peer, None, -1, since, "for it to connect through shared memory")
     if watch.verdict is not None:
         raise after_loss(watch.verdict)
 

@@ -644,7 +644,7 @@ def changing_weights(way: str) -> str:
                     pipe.settle()
                 for parameter in pipe.parameters():
                     if way == "by its data":
-                        parameter.data.mul_(0.9)
+                        parameter.data.neg_()  # of the same norm
                     else:
                         with torch.no_grad():
                             parameter.mul_(0.9)

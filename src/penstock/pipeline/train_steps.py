@@ -27,8 +27,9 @@ they cannot; the error says so. An optimizer that fails is a failure of the next
 after the last step, of the meeting that ends the loop.
 
 *Ctrl-C.* What comes between the report and the end of the update waits for that, so that a step is complete with its
-update or not at all; a second one does not wait, and then this rank counts as one that has not completed the step,
-which the others notice in the next one. One that ends a wait for reports leaves these to be collected later.
+update or not at all, and then for the next step, in which the others are told; a second one does not wait, and then
+this rank counts as one that has not completed the step, which the others notice in the next one. One that ends a wait
+for reports leaves these to be collected later.
 
 *Where steps end together all the same*, with the same results: on threads, which share one optimizer; with tied weights
 across ranks, replicas and sharded or spread parameters, whose gradients are exchanged when a step ends; with loss
@@ -61,6 +62,7 @@ from penstock.pipeline.weight_updates import WeightUpdates
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import EndedStep, StepResult, replica_report, result_of
 from penstock.runtime.engine.step_input import Refused
+from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.schedule import Schedule, verify
 
 TRUST = 4  # right guesses in a row, after a wrong one, before updates are made early again
@@ -111,6 +113,7 @@ class StepLoop:
                 yield from self._results()
             self.settle()
             yield from self._results()
+            CTRL_C.raise_owed()
         finally:  # left by an error, perhaps, which must not wait for other ranks
             self.is_running = False
 
@@ -173,7 +176,7 @@ class StepLoop:
 
     def _step_together(self, call: Call, why: str) -> None:
         weights = self._weights
-        with self._parts.deployment.ranks.in_call(call.name):
+        with self._parts.deployment.ranks.in_call(call.name, in_loop=True):
             try:
                 result = self._parts.together(call)
             except BaseException as error:
@@ -189,7 +192,7 @@ class StepLoop:
         """One step on this rank, and its update; once more where it ran on weights that were updated wrongly."""
         ranks, before = self._parts.deployment.ranks, self._uncollected
         interrupt: BaseException | None = None
-        with ranks.in_call(CALL):
+        with ranks.in_call(CALL, in_loop=True):
             try:
                 self._run_and_update(call)
                 return
@@ -198,7 +201,7 @@ class StepLoop:
                 assert before is not None
                 ranks.reset()  # what the abandoned run left behind, if it failed
                 self._make_right(before, abandoned)
-        with ranks.in_call(CALL):
+        with ranks.in_call(CALL, in_loop=True):
             self._run_and_update(call, interrupt)
 
     def _run_and_update(self, call: Call, refused: BaseException | None = None) -> None:

@@ -202,6 +202,9 @@ def test_a_parameter_that_is_written_to_after_the_update_is_found():
     assert snapshot.changed() is run.model.weight
     snapshot.updated()
     assert snapshot.changed(thoroughly=True) is None
+    run.model.weight.grad = torch.zeros_like(run.model.weight)
+    assert snapshot.changed() is run.model.weight
+    run.model.weight.grad = None
     run.model.bias.data = run.model.bias.data.clone()
     assert snapshot.changed() is run.model.bias
 

@@ -673,7 +673,9 @@ def changing_weights(way: str) -> str:
                 if way == "after settle()":
                     pipe.settle()
                 for parameter in pipe.parameters():
-                    if way == "by its data":
+                    if way == "its gradient":
+                        parameter.grad = torch.full_like(parameter, 1e-6)
+                    elif way == "by its data":
                         parameter.data.neg_()  # of the same norm
                     else:
                         with torch.no_grad():
@@ -681,6 +683,25 @@ def changing_weights(way: str) -> str:
         except PenstockError as error:
             return str(error)
     return "nothing"
+
+
+def with_a_rank_without_parameters() -> list[str]:
+    made = []
+    for by_train_steps in (False, True):
+        torch.manual_seed(0)
+        options = {"microbatches": 4, "loss_fn": F.mse_loss, "timeout": TIMEOUT, "transport": "shared"}
+        with penstock.Pipeline([nn.Linear(WIDTH, WIDTH), nn.Tanh()], schedule="zb-h1", **options) as pipe:
+            optimizer = torch.optim.AdamW(pipe.parameter_groups({"*.bias": {"weight_decay": 0.0}}), lr=0.01)
+            losses = []
+            for x, y in [] if by_train_steps else batches(BITES):
+                losses.append(pipe.step(x, target=y).loss.item())
+                pipe.clip_grad_norm_(2.0)
+                optimizer.step()
+                pipe.zero_grad()
+            if by_train_steps:
+                losses = [each.loss.item() for each in pipe.train_steps(batches(BITES), optimizer, clip=2.0)]
+            made.append({"losses": losses, "norms": [], "updated": [], "state": state_of(pipe, optimizer)})
+    return differences(*made)
 
 
 def with_hook() -> list[str]:
@@ -691,7 +712,7 @@ def with_hook() -> list[str]:
         return [result.together for result in pipe.train_steps(batches(QUIET), optimizer, clip=LIMIT)]
 
 
-CHANGES = "in place", "by its data", "after settle()"
+CHANGES = "in place", "by its data", "its gradient", "after settle()"
 
 
 def scenarios(folder: str) -> dict[str, Any]:
@@ -719,6 +740,8 @@ def scenarios(folder: str) -> dict[str, Any]:
             for transport in ON_PROCESSES
         },
         "early": failing("F0", 2),
+        "while updates wait": failing("F0", 4, 1e-3),
+        "no parameters": with_a_rank_without_parameters(),
         "last": failing("F0", 5),
         "tied": tied(),
         "ragged": ragged(),
@@ -824,7 +847,7 @@ def test_weights_that_the_body_changes_before_all_ranks_are_done_are_refused(see
         if way == "after settle()":
             assert said == "nothing"
         else:
-            assert f"parameter {number}.linear.weight was changed in the body of train_steps()" in said
+            assert f"parameter {number}.linear.weight (or its gradient) was changed in the body" in said
             assert "call pipe.settle() before" in said
 
 
@@ -883,6 +906,21 @@ def test_a_failure_that_reaches_every_rank_is_undone_and_training_can_go_on(seen
         assert any("undone on every rank" in note for note in notes)
         assert results == "2 results"
         assert after == "went on: True"
+
+
+def test_a_failure_in_a_step_whose_update_waits_for_all_ranks_names_its_step(seen):
+    """The second step is clipped, so that the third runs twice and ends together with those after it."""
+    for rank in seen:
+        (said, results), notes, after = rank["while updates wait"]
+        assert "broken on purpose" in said
+        assert any("in step 3 of train_steps(), counted from 0; it is undone on every rank" in note for note in notes)
+        assert results == "3 results"
+        assert after == "went on: True"
+
+
+def test_a_rank_without_parameters_takes_part_with_groups_by_name(seen):
+    """Its optimizer, which has no parameter at all, was refused."""
+    assert [rank["no parameters"] for rank in seen] == [[], []]
 
 
 def test_a_failure_in_the_last_step_is_raised_at_the_end_of_the_loop(seen):

@@ -49,7 +49,8 @@ class UpdateSnapshot:
         self._schedule: Any = None
         self._generator: Tensor | None = None
         self._after: list[dict[str, Any]] = []  # the options after the update
-        self._parameters: list[tuple[Tensor, int, int]] = []  # with their versions and places after the update
+        # with their versions, places and gradients after the update: none, unless it has failed
+        self._parameters: list[tuple[Tensor, int, int, Tensor | None]] = []
         self._state_after: dict[Any, Any] = {}  # what the state and the groups are made of after the update
         self._products: list[Tensor] = []  # of the parameters after the update, by which writes to `data` are found
 
@@ -78,17 +79,17 @@ class UpdateSnapshot:
         """The update is made: what changes from here on is changed by the user."""
         self._after = self._current_options(_copied)
         plain = [each for each in parameters_of(self._optimizer) if type(each) in _PLAIN]
-        self._parameters = [(each, each._version, each.data_ptr()) for each in plain]
+        self._parameters = [(each, each._version, each.data_ptr(), each.grad) for each in plain]
         self._products = self._current_products()
         self._state_after = self._current_state()
 
     def changed(self, thoroughly: bool = False) -> Tensor | str | None:
-        """A parameter that was written to since the update, or words for what else was changed.
+        """A parameter that was written to, or given a gradient, since the update; or words for what else was changed.
 
         `thoroughly`: also a parameter that was written to by its `data`.
         """
-        for parameter, version, place in self._parameters:
-            if parameter._version != version or parameter.data_ptr() != place:
+        for parameter, version, place, gradient in self._parameters:
+            if parameter._version != version or parameter.data_ptr() != place or parameter.grad is not gradient:
                 return parameter
         if self._parameters and self._current_state() != self._state_after:
             return "the state of the optimizer, or a parameter group,"

@@ -305,7 +305,7 @@ class Pipeline:
                 "what train_steps() returned, call close() on it"
             )
         updates = Updates(optimizer, scheduler, clip, skip_nonfinite)
-        updates.check_parameters(list(self.parameters()))
+        updates.check_parameters([parameter for _, parameter in self.named_parameters()])
         parts = StepParts(
             self.deployment,
             self.batches,

@@ -245,7 +245,7 @@ class StepLoop:
                 if ended.failure is None and self._weights.updates.depends_on_all:
                     ended.report.norm = parts.state.partial_norm(ORDER)
                 if waits:
-                    self._read(mine, "clipping, or a skip, of late")
+                    self._read_at_once(mine)
                 else:
                     ended.post()
                 if ended.failure is not None:
@@ -297,6 +297,15 @@ class StepLoop:
             if runs and before.ended.told and transport.broken is None:  # so all ranks know, and do the same
                 transport.exchange(None)
             raise abandoned
+
+    def _read_at_once(self, step: UncollectedStep) -> None:
+        """The reports of a step that no rank has updated after."""
+        step.can_be_undone = True
+        try:
+            self._read(step, "clipping, or a skip, of late")
+        except BaseException as error:
+            explain(error, step)
+            raise
 
     def _read(self, step: UncollectedStep, together: str = "") -> None:
         """The reports of a step, as its decision and its result; raises what went wrong anywhere."""

@@ -12,15 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from deadlines import TIMEOUT
 from optim.tied_net import WIDTH, batch, loss_of, model, piped
 from processes import on_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transports import ON_PROCESSES
 
 import penstock
 from penstock.errors import PeerFailure, PenstockError, RunError, UsageError
 
 LIMIT = 0.01
+OF_A_TABLE = ["train_steps", "clip_grad_norm_", "grad_norm"]
 ORDERS = [2.0, 1.0, 3.0, 0.5, math.inf, "inf", -math.inf, -1.0]
 
 
@@ -74,6 +77,20 @@ def not_finite() -> dict[str, Any]:
         error = attempt(lambda: pipe.clip_grad_norm_(1.0, error_if_nonfinite=True))
         untouched = all(torch.equal(before[name], value) for name, value in gradients(pipe).items())
         return {"error": error, "untouched": untouched, "norm": pipe.clip_grad_norm_(1.0)}
+
+
+def of_a_table(how: str, transport: str) -> tuple[type, str]:
+    """One rank has an embedding whose gradients are sparse."""
+    torch.manual_seed(0)
+    stages = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    ids, target = torch.arange(8) % 4, torch.randn(8, WIDTH)
+    options = {"microbatches": 2, "loss_fn": F.mse_loss, "timeout": TIMEOUT, "transport": transport}
+    with penstock.Pipeline([nn.Embedding(4, WIDTH, sparse=True), *stages], **options) as pipe:
+        if how == "train_steps":
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            return attempt(lambda: list(pipe.train_steps([(ids, target)] * 3, optimizer, clip=1.0)))
+        pipe.step(ids, target=target)
+        return attempt(lambda: pipe.clip_grad_norm_(1.0) if how == "clip_grad_norm_" else pipe.grad_norm())
 
 
 def by_value() -> dict[str, Tensor]:
@@ -149,6 +166,7 @@ def on_a_rank() -> dict[str, Any]:
         "poor": poor(),
         "trained": trained(3),
         "at odds": at_odds(),
+        "sparse": {(how, transport): of_a_table(how, transport) for how in OF_A_TABLE for transport in ON_PROCESSES},
     }
 
 
@@ -207,6 +225,23 @@ def test_every_rank_refuses_a_norm_that_is_not_finite(ranks: list[dict[str, Any]
         assert "norm of order 2 of all gradients is inf" in text
         assert seen["untouched"]
         assert seen["norm"].item() == math.inf
+
+
+@pytest.mark.parametrize("transport", ON_PROCESSES)
+@pytest.mark.parametrize("how", OF_A_TABLE)
+def test_every_rank_refuses_the_norm_of_sparse_gradients(how, transport, ranks):
+    """torch has none. It was an error of its own on the rank that has them, and the others took that rank for lost."""
+    (kind, said), *others = [rank["sparse"][how, transport] for rank in ranks]
+    assert kind is UsageError
+    assert "the gradient of 0.weight is sparse" in said
+    assert others == [(kind, said)] * 2
+
+
+def test_values_of_sparse_gradients_are_not_clamped() -> None:
+    with penstock.Pipeline([nn.Embedding(4, WIDTH, sparse=True)], microbatches=2, loss_fn=F.mse_loss) as pipe:
+        pipe.step(torch.arange(4), target=torch.randn(4, WIDTH))
+        with pytest.raises(UsageError, match=re.escape("the gradient of 0.weight is sparse")):
+            pipe.clip_grad_value_(1.0)
 
 
 def test_values_are_clamped(ranks: list[dict[str, Any]]) -> None:

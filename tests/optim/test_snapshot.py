@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from copy import deepcopy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ OPTIMIZERS: dict[str, Any] = {
     "lbfgs, whose state has lists": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=1),
     "noisy, which draws": lambda parameters: Noisy(parameters, {"lr": 0.1}),
     "warming up, by attributes": lambda parameters: WarmingUp(parameters, {"lr": 0.1}),
+    "counting, in a slot and its class": lambda parameters: Counting(parameters, {"lr": 0.1}),
 }
 
 
@@ -51,6 +53,29 @@ class WarmingUp(torch.optim.Optimizer):
                 parameter -= group["lr"] * mean * min(1.0, self.count / 3)
 
 
+class Counting(torch.optim.Optimizer):
+    """Counts in an attribute of its class, and in a slot that its first step fills."""
+
+    __slots__ = ("steps",)
+    made = 0
+    scales: ClassVar[list[Tensor]] = [torch.ones(())]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps = getattr(self, "steps", 0) + 1
+        Counting.made += 1
+        Counting.scales[0] *= 0.9
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= group["lr"] * parameter.grad * self.scales[0] / (self.steps * Counting.made)
+
+
+class HoldingByClass(torch.optim.SGD):
+    """Its class has a place for anything."""
+
+    seen: ClassVar[Counter[str]] = Counter()
+
+
 class Holding(torch.optim.SGD):
     """Has another optimizer inside, as some wrappers do."""
 
@@ -73,9 +98,14 @@ def test_of_an_optimizer_that_holds_another_it_has_not():
     assert not has_all(Holding([nn.Parameter(torch.ones(2))]))
 
 
+def test_of_an_optimizer_whose_class_holds_an_object_it_has_not():
+    assert not has_all(HoldingByClass([nn.Parameter(torch.ones(2))], lr=0.1))
+
+
 class Run:
     def __init__(self, name: str) -> None:
         torch.manual_seed(0)
+        Counting.made, Counting.scales = 0, [torch.ones(())]
         self.model = nn.Linear(4, 4)
         self.optimizer = OPTIMIZERS[name](self.model.parameters())
         self.rate = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
@@ -100,20 +130,22 @@ class Run:
 @pytest.mark.parametrize("before", [0, 2])
 def test_the_right_update_after_a_wrong_one_is_the_right_update(name, before):
     """Also of a first step, after which there is a state that was not there before."""
-    once, twice = Run(name), Run(name)
-    for run in (once, twice):
+    made = []
+    for by_a_wrong_one in (False, True):
+        run = Run(name)
         torch.manual_seed(7)
         snapshot = UpdateSnapshot(run.optimizer, run.rate)
         for number in range(before + 2):
             run.backward()
-            if run is twice and number >= before:
+            if by_a_wrong_one and number >= before:
                 snapshot.take()
                 run.update()  # as if nothing were to be scaled
                 with snapshot.again():
                     run.update(0.25)
             else:
                 run.update(0.25)
-    for one, other in zip(once.values(), twice.values(), strict=True):
+        made.append(run.values())
+    for one, other in zip(*made, strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
@@ -170,8 +202,79 @@ def test_a_parameter_that_is_written_to_after_the_update_is_found():
     assert snapshot.changed() is run.model.weight
     snapshot.updated()
     assert snapshot.changed(thoroughly=True) is None
+    run.model.weight.grad = torch.zeros_like(run.model.weight)
+    assert snapshot.changed() is run.model.weight
+    run.model.weight.grad = None
     run.model.bias.data = run.model.bias.data.clone()
     assert snapshot.changed() is run.model.bias
+
+
+WRITES: dict[str, Any] = {
+    "sign": lambda values: values.neg_(),
+    "signs of two columns": lambda values: values[:, 1:3].neg_(),
+    "order of rows": lambda values: values.copy_(values.flip(0)),
+    "order of columns": lambda values: values.copy_(values.flip(1)),
+    "order": lambda values: values.copy_(values.flatten()[torch.randperm(values.numel())].view_as(values)),
+    "two entries": lambda values: values[0, :2].copy_(values[0, :2].flip(0)),
+    "beside a row of NaN": lambda values: values[1].neg_(),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_by_its_data_that_keeps_the_norm_of_a_parameter_is_found(write, dtype):
+    """Found by the norm, it was undone in silence with the update."""
+    table = nn.Parameter(torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).to(dtype))
+    bias = nn.Parameter(torch.randn(8, generator=torch.Generator().manual_seed(1)).to(dtype))
+    if write == "beside a row of NaN":
+        table.data[0, 3] = bias.data[0] = torch.nan
+    snapshot = UpdateSnapshot(torch.optim.SGD([bias, table], lr=0.1))
+    snapshot.take()
+    snapshot.updated()
+    drawn = torch.get_rng_state()
+    assert snapshot.changed(thoroughly=True) is None
+    assert torch.equal(torch.get_rng_state(), drawn)
+    WRITES[write](table.data)
+    assert snapshot.changed() is None
+    assert snapshot.changed(thoroughly=True) is table
+    snapshot.updated()
+    bias.data[1:] = bias.data[1:].flip(0)
+    assert snapshot.changed(thoroughly=True) is bias
+
+
+ADAM = [
+    {"amsgrad": amsgrad, "maximize": maximize, "weight_decay": decay, **kernel}
+    for amsgrad in (False, True)
+    for maximize in (False, True)
+    for decay in (0.0, 0.1)
+    for kernel in ({"foreach": False}, {"foreach": True}, {"fused": True}, {"lr": torch.tensor(0.1)})
+]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_no_kernel_of_adam_writes_to_gradients_so_that_no_copy_of_them_is_needed(kind):
+    """Should one of a newer torch do so, its optimizer is taken out of the list in the snapshot."""
+    for options in ADAM:
+        made = torch.Generator().manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(shape, generator=made)) for shape in ((3, 4), (5,), ())]
+        optimizer = kind(parameters, **options)
+        snapshot = UpdateSnapshot(optimizer)
+        for _ in range(3):
+            gradients = [torch.randn(parameter.shape, generator=made) for parameter in parameters]
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            snapshot.take()
+            optimizer.step()
+            assert all(map(torch.equal, gradients, [parameter.grad for parameter in parameters])), options
+        assert not {id(parameter.grad) for parameter in parameters} & set(snapshot._copies)
+
+
+def test_gradients_are_copied_for_an_optimizer_that_may_write_to_them():
+    run = Run("nesterov, which writes to gradients")
+    snapshot = UpdateSnapshot(run.optimizer)
+    run.backward()
+    snapshot.take()
+    assert {id(parameter.grad) for parameter in run.model.parameters()} <= set(snapshot._copies)
 
 
 def _reset_momentum(optimizer: torch.optim.Optimizer) -> None:

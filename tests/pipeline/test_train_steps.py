@@ -10,6 +10,7 @@ import math
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -434,35 +435,64 @@ def interrupted_while_abandoned() -> tuple[str, list[str]]:
 
 
 class Pressing(torch.optim.SGD):
-    """In its third step, Ctrl-C comes before the weights are updated, that many times."""
+    """In one of its steps, Ctrl-C comes before the weights are updated, that many times."""
 
-    presses = 1
+    presses = 0
+    in_step = 3
     done = 0
 
     def step(self, closure: Any = None) -> Any:
         self.done += 1
-        for _ in range(self.presses if self.done == 3 else 0):
+        for _ in range(self.presses if self.done == self.in_step else 0):
             press()
         return super().step(closure)
 
 
-def interrupted_in_update(presses: list[int]) -> tuple[list[str], str, list[float]]:
-    """Ctrl-C on both ranks between the report of a step and its update; then another loop, and what it says."""
-    said = []
-    with pipeline("1f1b", transport="shared") as pipe:
+def interrupted_in_update(
+    presses: list[int], transport: str = "shared", in_step: int = 3, leaves: bool = False
+) -> tuple[str, str, list[float]]:
+    """Ctrl-C between the report of a step and its update; then another loop, and what it says.
+
+    A rank that `leaves` does so in the body after that step, where it has no Ctrl-C.
+    """
+    said = "nothing"
+    with pipeline("1f1b", transport=transport) as pipe:
         optimizer = Pressing(pipe.parameters(), lr=0.1)
-        optimizer.presses = presses[pipe.rank]
+        optimizer.presses, optimizer.in_step = presses[pipe.rank], in_step
         data = list(batches(QUIET))
+        begun = time.monotonic()
         try:
             for _ in pipe.train_steps(data, optimizer):
-                pass
-        except KeyboardInterrupt as error:
-            said = [type(error).__name__, *error.__notes__] if hasattr(error, "__notes__") else [type(error).__name__]
+                if leaves and optimizer.done == in_step:
+                    break
+        except (KeyboardInterrupt, PenstockError) as error:
+            said = f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', ()))}"
+        assert time.monotonic() - begun < TIMEOUT / 2
         try:
-            after = [result.loss.item() for result in pipe.train_steps(data[3:], optimizer)]
+            after = [result.loss.item() for result in pipe.train_steps(data[in_step:], optimizer)]
         except PenstockError as error:
             return said, str(error), []
         return said, "", after
+
+
+def given_up_after(number: int) -> tuple[str, str]:
+    """Rank 0 has a Ctrl-C in the update of its last step before a `break`: it is raised in the next call."""
+    said = ["nothing", "nothing"]
+    with pipeline("1f1b", transport="shared") as pipe:
+        optimizer = Pressing(pipe.parameters(), lr=0.1)
+        optimizer.presses, optimizer.in_step = 1 - pipe.rank, number
+        x, y = next(batches(QUIET))
+        try:
+            for _ in pipe.train_steps([(x, y)] * 5, optimizer):
+                if optimizer.done == number:
+                    break
+        except KeyboardInterrupt:
+            said[0] = "in the loop"
+        try:
+            pipe.evaluate(x, target=y)
+        except (KeyboardInterrupt, PenstockError) as error:
+            said[1] = f"{type(error).__name__}: {error}"
+    return said[0], said[1]
 
 
 def undisturbed() -> list[float]:
@@ -643,14 +673,35 @@ def changing_weights(way: str) -> str:
                 if way == "after settle()":
                     pipe.settle()
                 for parameter in pipe.parameters():
-                    if way == "by its data":
-                        parameter.data.mul_(0.9)
+                    if way == "its gradient":
+                        parameter.grad = torch.full_like(parameter, 1e-6)
+                    elif way == "by its data":
+                        parameter.data.neg_()  # of the same norm
                     else:
                         with torch.no_grad():
                             parameter.mul_(0.9)
         except PenstockError as error:
             return str(error)
     return "nothing"
+
+
+def with_a_rank_without_parameters() -> list[str]:
+    made = []
+    for by_train_steps in (False, True):
+        torch.manual_seed(0)
+        options = {"microbatches": 4, "loss_fn": F.mse_loss, "timeout": TIMEOUT, "transport": "shared"}
+        with penstock.Pipeline([nn.Linear(WIDTH, WIDTH), nn.Tanh()], schedule="zb-h1", **options) as pipe:
+            optimizer = torch.optim.AdamW(pipe.parameter_groups({"*.bias": {"weight_decay": 0.0}}), lr=0.01)
+            losses = []
+            for x, y in [] if by_train_steps else batches(BITES):
+                losses.append(pipe.step(x, target=y).loss.item())
+                pipe.clip_grad_norm_(2.0)
+                optimizer.step()
+                pipe.zero_grad()
+            if by_train_steps:
+                losses = [each.loss.item() for each in pipe.train_steps(batches(BITES), optimizer, clip=2.0)]
+            made.append({"losses": losses, "norms": [], "updated": [], "state": state_of(pipe, optimizer)})
+    return differences(*made)
 
 
 def with_hook() -> list[str]:
@@ -661,7 +712,7 @@ def with_hook() -> list[str]:
         return [result.together for result in pipe.train_steps(batches(QUIET), optimizer, clip=LIMIT)]
 
 
-CHANGES = "in place", "by its data", "after settle()"
+CHANGES = "in place", "by its data", "its gradient", "after settle()"
 
 
 def scenarios(folder: str) -> dict[str, Any]:
@@ -678,7 +729,10 @@ def scenarios(folder: str) -> dict[str, Any]:
         "taken back": failed_and_taken_back(),
         "interrupted while abandoned": interrupted_while_abandoned(),
         "interrupted in update": (interrupted_in_update([1, 1]), undisturbed()),
-        "interrupted in half an update": interrupted_in_update([2, 1]),
+        "interrupted in half an update": interrupted_in_update([2, 0], leaves=True),
+        "interrupted on one": [interrupted_in_update([0, 1], transport) for transport in ON_PROCESSES],
+        "interrupted on one in its last update": interrupted_in_update([0, 1], in_step=STEPS),
+        "interrupted before a break": given_up_after(3),
         "interrupted while collecting": interrupted_while_collecting(),
         "update": {
             (name, transport): failing_update(transport, *case)
@@ -686,6 +740,8 @@ def scenarios(folder: str) -> dict[str, Any]:
             for transport in ON_PROCESSES
         },
         "early": failing("F0", 2),
+        "while updates wait": failing("F0", 4, 1e-3),
+        "no parameters": with_a_rank_without_parameters(),
         "last": failing("F0", 5),
         "tied": tied(),
         "ragged": ragged(),
@@ -791,7 +847,7 @@ def test_weights_that_the_body_changes_before_all_ranks_are_done_are_refused(see
         if way == "after settle()":
             assert said == "nothing"
         else:
-            assert f"parameter {number}.linear.weight was changed in the body of train_steps()" in said
+            assert f"parameter {number}.linear.weight (or its gradient) was changed in the body" in said
             assert "call pipe.settle() before" in said
 
 
@@ -803,16 +859,39 @@ def test_ctrl_c_in_a_step_that_is_abandoned_is_not_lost(seen):
 def test_ctrl_c_between_report_and_update_waits_for_the_update(seen):
     for rank in seen:
         (said, refused, after), whole = rank["interrupted in update"]
-        assert said[0] == "KeyboardInterrupt"
+        assert said.startswith("KeyboardInterrupt")
         assert not refused
         assert after == whole
 
 
+def test_ctrl_c_in_the_update_of_one_rank_is_told_to_all_in_the_next_step(seen):
+    """The others waited for that rank in the next step until the timeout, and said that it was silent."""
+    _, whole = seen[0]["interrupted in update"]
+    for own, other in zip(seen[1]["interrupted on one"], seen[0]["interrupted on one"], strict=True):
+        assert own[0].startswith("KeyboardInterrupt: ")
+        assert other[0].startswith("PeerFailure: rank 1 failed: KeyboardInterrupt: ")
+        for said, refused, after in (own, other):
+            assert "in step 3 of train_steps(), counted from 0; it is undone on every rank" in said
+            assert not refused
+            assert after == whole
+
+
+def test_ctrl_c_in_the_last_update_of_a_loop_is_raised_at_its_end(seen):
+    assert [rank["interrupted on one in its last update"][0] for rank in seen] == ["nothing", "KeyboardInterrupt:  "]
+
+
+def test_ctrl_c_in_the_last_update_before_a_break_is_raised_in_the_next_call_on_all_ranks(seen):
+    (_, said), (_, others) = [rank["interrupted before a break"] for rank in seen]
+    assert [rank["interrupted before a break"][0] for rank in seen] == ["nothing", "nothing"]
+    assert said == "KeyboardInterrupt: "
+    assert others.startswith("PeerFailure: rank 0 failed: KeyboardInterrupt: ")
+
+
 def test_a_rank_that_was_stopped_in_its_update_is_noticed_in_the_next_step(seen):
     """The second Ctrl-C does not wait: rank 0 has updated nothing, rank 1 has."""
+    assert [rank["interrupted in half an update"][0] for rank in seen] == ["KeyboardInterrupt:  ", "nothing"]
     for rank in seen:
-        said, refused, _ = rank["interrupted in half an update"]
-        assert said[0] == "KeyboardInterrupt"
+        _, refused, _ = rank["interrupted in half an update"]
         assert "not completed the same number of steps (rank 0: 2, rank 1: 3)" in refused
 
 
@@ -827,6 +906,21 @@ def test_a_failure_that_reaches_every_rank_is_undone_and_training_can_go_on(seen
         assert any("undone on every rank" in note for note in notes)
         assert results == "2 results"
         assert after == "went on: True"
+
+
+def test_a_failure_in_a_step_whose_update_waits_for_all_ranks_names_its_step(seen):
+    """The second step is clipped, so that the third runs twice and ends together with those after it."""
+    for rank in seen:
+        (said, results), notes, after = rank["while updates wait"]
+        assert "broken on purpose" in said
+        assert any("in step 3 of train_steps(), counted from 0; it is undone on every rank" in note for note in notes)
+        assert results == "3 results"
+        assert after == "went on: True"
+
+
+def test_a_rank_without_parameters_takes_part_with_groups_by_name(seen):
+    """Its optimizer, which has no parameter at all, was refused."""
+    assert [rank["no parameters"] for rank in seen] == [[], []]
 
 
 def test_a_failure_in_the_last_step_is_raised_at_the_end_of_the_loop(seen):

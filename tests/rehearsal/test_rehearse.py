@@ -141,6 +141,7 @@ def test_a_program_and_a_public_name() -> None:
         ({"steps": 0}, "steps"),
         ({"seed": "x"}, "seed is a whole number"),
         ({"timeout": 0}, "timeout is a number of seconds above 0"),
+        ({"timeout": 1e-9}, "an answer takes 0.00011 s here, so that .* pass at least 0.0011"),  # it ran for hours
         ({"jitter": -1}, "jitter is a relative spread"),
         ({"store_host": 2}, "there are ranks 0 to 1"),
         ({"faults": "die 1 at 3"}, "faults is a list"),

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from penstock.errors import RunError, UsageError
 
 PartialNorm = tuple[float, torch.dtype]  # the norm of a rank's gradients, and the dtype that it has there
+NormAnswer = PartialNorm | str | None  # what a rank says: its norm, why there can be none, or that it has no gradients
 
 
 def norm_order(norm_type: Any) -> float:
@@ -49,15 +50,31 @@ def norm_of(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> 
     return norm.item(), norm.dtype
 
 
-def join_norms(norms: Iterable[PartialNorm | None], order: float) -> Tensor:
-    """The norm of all, from the norm of each."""
-    known = [each for each in norms if each is not None]
+def sparse_gradient(parameters: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Why there is no norm of these gradients: torch has none of sparse ones."""
+    for name, parameter in parameters:
+        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            return (
+                f"the gradient of {name} is sparse, and torch neither clips sparse gradients nor has a norm of them; "
+                f"use sparse=False in its layer, or train without clipping, skip_nonfinite and norms"
+            )
+    return None
+
+
+def join_norms(norms: Iterable[NormAnswer], order: float) -> Tensor:
+    """The norm of all, from the norm of each; refused on every rank alike where one says why there is none."""
+    known: list[PartialNorm] = []
+    for each in norms:
+        if isinstance(each, str):
+            raise UsageError(each)
+        if each is not None:
+            known.append(each)
     if not known:
         return torch.tensor(0.0)
     if len(known) == 1:
         return torch.tensor(known[0][0], dtype=known[0][1])
-    norms = torch.tensor([norm for norm, _ in known], dtype=torch.float64)
-    total = norms.sum() if order == 0 else torch.linalg.vector_norm(norms, order)  # of order 0: a count
+    each_norm = torch.tensor([norm for norm, _ in known], dtype=torch.float64)
+    total = each_norm.sum() if order == 0 else torch.linalg.vector_norm(each_norm, order)  # of order 0: a count
     return total.to(reduce(torch.promote_types, (dtype for _, dtype in known)))
 
 

@@ -8,6 +8,9 @@ the next, so that after the first one a snapshot allocates nothing.
 Between the update and the moment when it is taken back the user's code runs. Options that it has set (a learning rate)
 stay set. Parameters that it has written to, groups that it has added and momenta that it has reset cannot be put back
 and keep that: `changed` finds them.
+
+A parameter that is written to by its `data` keeps its version. So each row is multiplied by a vector of random numbers,
+which no change of sign or order leaves as it was, and which costs less than a norm: it is read once, by BLAS.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from types import FunctionType, NoneType
+from functools import lru_cache
+from types import FunctionType, MemberDescriptorType, NoneType
 from typing import Any
 
 import torch
@@ -25,8 +29,11 @@ from torch.utils import _pytree as pytree
 _OPTIONS = "params"  # what is no option of a group
 _OF_TORCH = {"defaults", "param_groups", "state", "step"}  # attributes that every optimizer has
 _PRIVATE_OF_TORCH = ("_optimizer_", "_warned_capturable", "_zero_grad_profile", "_opt_called", "_step_supports_amp")
+_NOT_OWN = ("torch", "builtins", "typing", "abc")  # packages of classes that count nothing
 _VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, FunctionType, NoneType, Tensor)
-_PLAIN = (Tensor, nn.Parameter)  # what has a place, and a norm
+_PLAIN = (Tensor, nn.Parameter)  # what has a place
+_LEAVING_GRADIENTS = (torch.optim.Adam, torch.optim.AdamW)  # whose steps write to no gradient; subclasses may
+_Place = tuple[Any, str]  # what has an attribute, and its name
 
 
 class UpdateSnapshot:
@@ -37,14 +44,15 @@ class UpdateSnapshot:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a tensor, and what it held
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._states: list[tuple[Any, list[Any], Any]] = []  # key, leaves and structure of its state
-        self._attributes: list[tuple[str, list[Any], Any]] = []  # the same of what the optimizer's class has added
+        self._attributes: list[tuple[_Place, list[Any], Any]] = []  # the same of what the optimizer's class has added
         self._groups: list[dict[str, Any]] = []
         self._schedule: Any = None
         self._generator: Tensor | None = None
         self._after: list[dict[str, Any]] = []  # the options after the update
-        self._parameters: list[tuple[Tensor, int, int]] = []  # with their versions and places after the update
+        # with their versions, places and gradients after the update: none, unless it has failed
+        self._parameters: list[tuple[Tensor, int, int, Tensor | None]] = []
         self._state_after: dict[Any, Any] = {}  # what the state and the groups are made of after the update
-        self._norms: list[Tensor] = []  # after the update: who writes to `parameter.data` leaves the version as it is
+        self._products: list[Tensor] = []  # of the parameters after the update, by which writes to `data` are found
 
     @torch.no_grad()
     def take(self) -> None:
@@ -54,10 +62,11 @@ class UpdateSnapshot:
         parameters = list(parameters_of(optimizer))
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         self._states = [(key, *_flat(state)) for key, state in optimizer.state.items()]
-        self._attributes = [(name, *_flat(value)) for name, value in _added(optimizer)]
+        self._attributes = [(place, *_flat(value)) for place, value in _added(optimizer)]
         held = (*self._states, *self._attributes)
         inside = (leaf for _, leaves, _ in held for leaf in leaves if isinstance(leaf, Tensor))
-        gradients = (gradient for _, gradient in self._gradients if gradient is not None)
+        written = () if type(optimizer) in _LEAVING_GRADIENTS else self._gradients
+        gradients = (gradient for _, gradient in written if gradient is not None)
         options = (each for group in optimizer.param_groups for _, each in _options(group) if isinstance(each, Tensor))
         for tensor in (*parameters, *gradients, *inside, *options):
             self._keep(tensor, before)
@@ -69,34 +78,32 @@ class UpdateSnapshot:
     def updated(self) -> None:
         """The update is made: what changes from here on is changed by the user."""
         self._after = self._current_options(_copied)
-        plain = [each for each in parameters_of(self._optimizer) if type(each) in _PLAIN and each.is_floating_point()]
-        self._parameters = [(each, each._version, each.data_ptr()) for each in plain]
-        self._norms = self._current_norms()
+        plain = [each for each in parameters_of(self._optimizer) if type(each) in _PLAIN]
+        self._parameters = [(each, each._version, each.data_ptr(), each.grad) for each in plain]
+        self._products = self._current_products()
         self._state_after = self._current_state()
 
     def changed(self, thoroughly: bool = False) -> Tensor | str | None:
-        """A parameter that was written to since the update, or words for what else was changed.
+        """A parameter that was written to, or given a gradient, since the update; or words for what else was changed.
 
         `thoroughly`: also a parameter that was written to by its `data`.
         """
-        for parameter, version, place in self._parameters:
-            if parameter._version != version or parameter.data_ptr() != place:
+        for parameter, version, place, gradient in self._parameters:
+            if parameter._version != version or parameter.data_ptr() != place or parameter.grad is not gradient:
                 return parameter
         if self._parameters and self._current_state() != self._state_after:
             return "the state of the optimizer, or a parameter group,"
         if thoroughly:
-            for (parameter, *_), norm, now in zip(self._parameters, self._norms, self._current_norms(), strict=True):
-                if not torch.allclose(norm, now, rtol=0.0, atol=0.0, equal_nan=True):
+            for (parameter, *_), was, now in zip(
+                self._parameters, self._products, self._current_products(), strict=True
+            ):
+                if not torch.allclose(was, now, rtol=0.0, atol=0.0, equal_nan=True):
                     return parameter
         return None
 
-    def _current_norms(self) -> list[Tensor]:
-        """Those of 16-bit parameters are float32: rounded to 8 bits, a norm does not show that a row was zeroed."""
-        parameters = [parameter.detach() for parameter, *_ in self._parameters]
-        if any(parameter.itemsize < 4 for parameter in parameters):
-            wide = (parameter.float() if parameter.itemsize < 4 else parameter for parameter in parameters)
-            return [torch.linalg.vector_norm(parameter) for parameter in wide]
-        return list(torch._foreach_norm(parameters)) if parameters else []
+    @torch.no_grad()
+    def _current_products(self) -> list[Tensor]:
+        return [_product(parameter) for parameter, *_ in self._parameters]
 
     def _current_state(self) -> dict[Any, Any]:
         """What the state and the groups are made of: numbers, and the identities of objects, tensors with versions."""
@@ -170,11 +177,10 @@ class UpdateSnapshot:
         state.clear()
         for key, leaves, spec in self._states:
             state[key] = pytree.tree_unflatten(list(leaves), spec)
-        attributes = vars(self._optimizer)
-        for name, _ in list(_added(self._optimizer)):
-            del attributes[name]
-        for name, leaves, spec in self._attributes:
-            attributes[name] = pytree.tree_unflatten(list(leaves), spec)
+        for (holder, name), _ in list(_added(self._optimizer)):
+            delattr(holder, name)
+        for (holder, name), leaves, spec in self._attributes:
+            setattr(holder, name, pytree.tree_unflatten(list(leaves), spec))
         for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
             for name in [name for name, _ in _options(group) if name not in options]:
                 del group[name]
@@ -201,11 +207,37 @@ def has_all(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _added(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """The attributes that torch's own class of optimizers does not have."""
+def _added(optimizer: torch.optim.Optimizer) -> Iterator[tuple[_Place, Any]]:
+    """The attributes that torch's own classes do not have: of the optimizer, in its slots, and of its classes."""
     for name, value in vars(optimizer).items():
         if name not in _OF_TORCH and not name.startswith(_PRIVATE_OF_TORCH):
-            yield name, value
+            yield (optimizer, name), value
+    for own in (each for each in type(optimizer).__mro__ if each.__module__.partition(".")[0] not in _NOT_OWN):
+        for name, value in vars(own).items():
+            if isinstance(value, MemberDescriptorType):
+                if hasattr(optimizer, name):
+                    yield (optimizer, name), getattr(optimizer, name)
+            elif not name.startswith(("__", "_abc_")) and not hasattr(value, "__get__"):  # methods and properties
+                yield (own, name), value
+
+
+def _product(parameter: Tensor) -> Tensor:
+    """Each row of a parameter times random numbers, and a copy of one that is a single row.
+
+    One with fewer than 32 bits is taken in float32: rounded to 8 bits, a product shows no small change.
+    """
+    values = parameter.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    values = values if values.itemsize >= 4 and values.is_floating_point() else values.float()
+    if values.dim() < 2:
+        return values.clone()
+    rows = values.flatten(1)
+    return rows @ _random(rows.shape[1], rows.dtype, rows.device)
+
+
+@lru_cache(maxsize=64)
+def _random(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(length, dtype=dtype, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def _flat(value: Any) -> tuple[list[Any], Any]:

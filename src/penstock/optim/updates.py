@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
-from penstock.optim.norms import PartialNorm, check_limit, join_norms, scale_down
+from penstock.optim.norms import NormAnswer, check_limit, join_norms, scale_down
 from penstock.optim.snapshot import has_all, parameters_of
 
 ORDER = 2.0
@@ -87,7 +87,7 @@ class Updates:
                 f"would be trained; make it over pipe.parameters()"
             )
 
-    def decide(self, parts: Sequence[PartialNorm | None], loss: float | None) -> UpdateDecision:
+    def decide(self, parts: Sequence[NormAnswer], loss: float | None) -> UpdateDecision:
         """What to do, from every rank's part of the norm and the loss of the batch."""
         if not self.depends_on_all:
             return UpdateDecision(None, True, True)

@@ -39,6 +39,7 @@ from penstock.runtime.engine.handlers import Handler
 from penstock.runtime.engine.recorder import Recorder
 from penstock.runtime.engine.report import StepResult
 from penstock.runtime.loss.loss_options import LossOptions
+from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.schedule import Op, Schedule, Timeline
 from penstock.schedule.timing.timeline import peaks
 
@@ -304,7 +305,7 @@ class Pipeline:
                 "what train_steps() returned, call close() on it"
             )
         updates = Updates(optimizer, scheduler, clip, skip_nonfinite)
-        updates.check_parameters(list(self.parameters()))
+        updates.check_parameters([parameter for _, parameter in self.named_parameters()])
         parts = StepParts(
             self.deployment,
             self.batches,
@@ -662,6 +663,7 @@ class Pipeline:
         self.closed = True
         self.deployment.replication.close()
         self.deployment.ranks.close()
+        CTRL_C.raise_owed()
 
     def _check_open(self) -> None:
         """Before all that other ranks take part in: the pipeline is open, and no rank is in a step."""

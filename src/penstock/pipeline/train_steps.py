@@ -31,8 +31,9 @@ sums of their gradients anyway. What it reports to its own pipeline is what all 
 among it, so that the reports of every pipeline say the same, and all of them take the same update back.
 
 *Ctrl-C.* What comes between the report and the end of the update waits for that, so that a step is complete with its
-update or not at all; a second one does not wait, and then this rank counts as one that has not completed the step,
-which the others notice in the next one. One that ends a wait for reports leaves these to be collected later.
+update or not at all, and then for the next step, in which the others are told; a second one does not wait, and then
+this rank counts as one that has not completed the step, which the others notice in the next one. One that ends a wait
+for reports leaves these to be collected later.
 
 *Where steps end together all the same*, with the same results: on threads, which share one optimizer; with tied weights
 across ranks, and sharded or spread parameters, whose gradients are exchanged when a step ends; with loss scaling; where
@@ -64,6 +65,7 @@ from penstock.pipeline.trained_step import (
 from penstock.pipeline.weight_updates import WeightUpdates
 from penstock.runtime.engine.report import EndedStep, StepResult, all_replicas, result_of
 from penstock.runtime.engine.step_input import Refused
+from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.schedule import Schedule, verify
 
 TRUST = 4  # right guesses in a row, after a wrong one, before updates are made early again
@@ -114,6 +116,7 @@ class StepLoop:
                 yield from self._results()
             self.settle()
             yield from self._results()
+            CTRL_C.raise_owed()
         finally:  # left by an error, perhaps, which must not wait for other ranks
             self.is_running = False
 
@@ -176,7 +179,7 @@ class StepLoop:
 
     def _step_together(self, call: Call, why: str) -> None:
         weights = self._weights
-        with self._parts.deployment.ranks.in_call(call.name):
+        with self._parts.deployment.ranks.in_call(call.name, in_loop=True):
             try:
                 result = self._parts.together(call)
             except BaseException as error:
@@ -192,7 +195,7 @@ class StepLoop:
         """One step on this rank, and its update; once more where it ran on weights that were updated wrongly."""
         ranks, before = self._parts.deployment.ranks, self._uncollected
         interrupt: BaseException | None = None
-        with ranks.in_call(CALL):
+        with ranks.in_call(CALL, in_loop=True):
             try:
                 self._run_and_update(call)
                 return
@@ -201,7 +204,7 @@ class StepLoop:
                 assert before is not None
                 ranks.reset()  # what the abandoned run left behind, if it failed
                 self._make_right(before, abandoned)
-        with ranks.in_call(CALL):
+        with ranks.in_call(CALL, in_loop=True):
             self._run_and_update(call, interrupt)
 
     def _run_and_update(self, call: Call, refused: BaseException | None = None) -> None:
@@ -246,7 +249,7 @@ class StepLoop:
                 if ended.failure is None and self._weights.updates.depends_on_all:
                     ended.report.norm = parts.state.partial_norm(ORDER)
                 if waits:
-                    self._read(mine, "clipping, or a skip, of late")
+                    self._read_at_once(mine)
                 else:
                     ended.post()
                 if ended.failure is not None:
@@ -301,6 +304,15 @@ class StepLoop:
             if runs and before.ended.told and transport.broken is None:  # so all ranks know, and do the same
                 transport.exchange(None)
             raise abandoned
+
+    def _read_at_once(self, step: UncollectedStep) -> None:
+        """The reports of a step that no rank has updated after."""
+        step.can_be_undone = True
+        try:
+            self._read(step, "clipping, or a skip, of late")
+        except BaseException as error:
+            explain(error, step)
+            raise
 
     def _read(self, step: UncollectedStep, together: str = "") -> None:
         """The reports of a step, as its decision and its result; raises what went wrong anywhere."""

@@ -113,7 +113,8 @@ def explain(error: BaseException, step: UncollectedStep) -> None:
 def changed_in_body(changed: Tensor | str, parameters: Iterable[tuple[str, Tensor]]) -> UsageError:
     """What the body of the loop has done to a parameter, or to the optimizer, would be undone with the last update."""
     if isinstance(changed, Tensor):
-        changed = f"parameter {next((name for name, each in parameters if each is changed), tuple(changed.shape))}"
+        name = next((name for name, each in parameters if each is changed), tuple(changed.shape))
+        changed = f"parameter {name} (or its gradient)"
     return UsageError(
         f"{changed} was changed in the body of train_steps() while the last update could still be taken back (by clip "
         f"or skip_nonfinite), and this change with it; call pipe.settle() before you change parameters or the "

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from penstock.errors import PeerFailure
 from penstock.group.agreement import agree
-from penstock.optim.norms import PartialNorm
+from penstock.optim.norms import NormAnswer
 from penstock.optim.scaler import GradScaler
 from penstock.optim.snapshot import UpdateSnapshot
 from penstock.optim.updates import AS_IS, ORDER, UpdateDecision, Updates
@@ -47,7 +47,7 @@ class WeightUpdates:
         scaler = self.scaler
         if scaler is not None:
             scaler.unscale_(self.updates.optimizer)
-        parts: list[PartialNorm | None] = []
+        parts: list[NormAnswer] = []
         if self.updates.depends_on_all:
             norm = self._state.grad_norm(ORDER)
             parts = [(norm.item(), norm.dtype)]

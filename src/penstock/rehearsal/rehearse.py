@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock.errors import UsageError
 from penstock.rehearsal.faults import PlannedFault, check_plan
-from penstock.rehearsal.network import Network, Store
+from penstock.rehearsal.network import STORE_LATENCY, STORE_SERVICE, Network, Store
 from penstock.rehearsal.rank import Notice, RehearsedRank, Setting
 from penstock.rehearsal.stage import plain_loop
 from penstock.rehearsal.virtual_time import VirtualTime
@@ -128,6 +128,12 @@ def checked(
         raise UsageError(f"seed is a whole number; got {seed!r}")
     if not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
         raise UsageError(f"timeout is a number of seconds above 0; got {timeout!r}")
+    answer = STORE_LATENCY + STORE_SERVICE
+    if timeout < 10 * answer:
+        raise UsageError(
+            f"timeout={timeout:g}: a rank asks the store ten times per timeout, and an answer takes {answer:g} s here, "
+            f"so that nobody would know of anybody in time; pass at least {10 * answer:g}"
+        )
     if not isinstance(jitter, (int, float)) or not 0 <= jitter < math.inf:
         raise UsageError(f"jitter is a relative spread of 0 or more, such as 0.1; got {jitter!r}")
     if isinstance(faults, str):

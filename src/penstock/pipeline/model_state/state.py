@@ -16,7 +16,16 @@ from penstock.errors import ModelError, UsageError
 from penstock.model.lazy import Init, is_lazy, materialise
 from penstock.model.original.placeholders import Home
 from penstock.optim.groups import group_parameters
-from penstock.optim.norms import PartialNorm, check_finite, check_limit, join_norms, local_part, norm_order, scale_down
+from penstock.optim.norms import (
+    NormAnswer,
+    check_finite,
+    check_limit,
+    join_norms,
+    local_part,
+    norm_order,
+    scale_down,
+    sparse_gradient,
+)
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.model_state.full_tensors import WholeModel
 from penstock.pipeline.model_state.other_ranks import OtherRanksValues
@@ -214,6 +223,9 @@ class ModelState:
         limit = check_limit("clip_value", clip_value)
         if self.scaler is not None:
             self.scaler.check_unscaled("clip_grad_value_()")
+        refused = sparse_gradient(self.named_parameters())
+        if refused is not None:
+            raise UsageError(refused)
         held = [local_part(parameter) for parameter in self.parameters() if parameter.grad is not None]
         if held:  # torch has an error for none
             nn.utils.clip_grad_value_(held, limit, foreach)
@@ -225,8 +237,11 @@ class ModelState:
             norm = self.partial_norm(order, foreach)
             return join_norms(self.deployment.world.all_gather("grad_norm()", norm), order)
 
-    def partial_norm(self, order: float, foreach: bool | None = None) -> PartialNorm | None:
+    def partial_norm(self, order: float, foreach: bool | None = None) -> NormAnswer:
         """The norm of this process's gradients, with each tied parameter counted on one rank; None without any."""
+        refused = sparse_gradient(self.named_parameters())
+        if refused is not None:
+            return refused
         counted = filter(self.deployment.tied.counts, self.parameters())
         gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
         return self.deployment.replication.norm(gradients, order, foreach)

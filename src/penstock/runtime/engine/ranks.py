@@ -139,15 +139,15 @@ class LocalRanks:
         return seeded(self.counter, part.stream, device)
 
     @contextmanager
-    def in_call(self, call: str) -> Iterator[None]:
+    def in_call(self, call: str, in_loop: bool = False) -> Iterator[None]:
         """Around a step or an evaluation: on processes, other ranks hear which call this one is in, and Ctrl-C waits
-        until a message, or the end of the step, is complete.
+        until a message, or the end of the step, is complete; `in_loop`, what came at its end, until the next step.
         """
         transport = self.transports[0]
         if not transport.holds_interrupts:
             yield
             return
-        with CTRL_C.around_step(), calling(transport, call):
+        with CTRL_C.around_step(in_loop), calling(transport, call):
             try:
                 yield
             finally:

@@ -44,7 +44,7 @@ class StepReport:
     spans: list[Span] | None = None
     wall_start: WallStart | None = None  # of a step that is recorded
     ended: float = 0.0  # when all was computed and sent
-    norm: tuple[float, torch.dtype] | None = None  # of this rank's gradients, where the next update depends on all
+    norm: tuple[float, torch.dtype] | str | None = None  # of gradients here, where the update depends on all
     copies: list[ReplicaReport] = field(default_factory=list)  # the losses of this rank in each replica, if it has any
 
 
@@ -65,7 +65,7 @@ plain.register(
     spans=list | None,
     wall_start=WallStart | None,
     ended=float,
-    norm=tuple | None,
+    norm=tuple | str | None,
     copies=list,
 )
 

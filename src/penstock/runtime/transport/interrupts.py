@@ -9,7 +9,9 @@ so that they themselves pay nothing for it. Computes, which take long, are inter
 Python drops what is raised there, so both the Ctrl-C and the rest of the finaliser would be lost. What was held back is
 raised before the next action, or at the end of the step. What comes while the step is being prepared is raised before
 its first action, because a rank that has not begun its step cannot tell the others that it has left it.
-What comes while the step ends (a matter of a few messages) waits for that, but no longer than a second.
+What comes while the step ends (a matter of a few messages) waits for that, but no longer than a second. It is raised
+after the step, of which the others know nothing: they would wait for this rank in the next one. So in a loop of steps
+it is owed until that one begins, and told to all there.
 
 The second Ctrl-C never waits. Where it ends a step in the middle of a message, or before the messages of the step are
 off the wires, no later step could tell whose they are: the group is given up (`cut`, `stopped_by_force`), and every
@@ -56,6 +58,7 @@ class _CtrlC:
     """There is one of these, as there is one handler in a process.
 
     `since`: when one came that is held back, or 0. `cut`: whether one was raised in the middle of a message.
+    `owed`: one of a step that is complete, which the next step raises.
     """
 
     def __init__(self) -> None:
@@ -63,11 +66,15 @@ class _CtrlC:
         self.since = 0.0
         self.ending = False
         self.cut = False
+        self.owed: KeyboardInterrupt | None = None
         self._before: Any = None
 
     @contextmanager
-    def around_step(self) -> Iterator[None]:
-        """Where this is the main thread and Ctrl-C raises: have it in hand for a step."""
+    def around_step(self, in_loop: bool = False) -> Iterator[None]:
+        """Where this is the main thread and Ctrl-C raises: have it in hand for a step.
+
+        In a loop, one that came as a step ended is owed to the next.
+        """
         before = signal.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or not callable(before) or before == self._handle:
             yield
@@ -84,13 +91,16 @@ class _CtrlC:
             self._before, self.held = None, False
             if self.since:
                 self.since = 0.0
-                self._late(before, complete)
+                self._late(before, complete, in_loop)
 
-    def _late(self, handler: Callable[..., Any], complete: bool) -> None:
+    def _late(self, handler: Callable[..., Any], complete: bool, in_loop: bool) -> None:
         """What came while the step was being ended; the other ranks may not have heard of it."""
         try:
             handler(signal.SIGINT, None)
         except KeyboardInterrupt as error:
+            if complete and in_loop:
+                self.owed = error
+                return
             if complete:
                 error.add_note("this came as the step was ending: the step is complete")
             raise
@@ -98,6 +108,13 @@ class _CtrlC:
     def begin_step(self) -> None:
         """From here on the others are told why this rank leaves the step."""
         self.held = False
+        self.raise_owed()
+
+    def raise_owed(self) -> None:
+        """Raise what came as the last step of a loop ended: in the next step, or where there is none."""
+        if self.owed is not None and threading.current_thread() is threading.main_thread():
+            owed, self.owed = self.owed, None
+            raise owed
 
     def end_step(self) -> None:
         """From here on the step is being ended."""

@@ -73,6 +73,8 @@ def test_what_could_train_nothing_is_refused_before_the_first_step():
         Updates(torch.optim.SGD([other]), None, None, False).check_parameters([own])
     Updates(optimizer, None, None, False).check_parameters([own, other])
     Updates(optimizer, None, None, False).check_parameters([])  # a rank whose stages have none
+    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    Updates(optimizer, None, None, False).check_parameters([frozen])  # or train none
     with pytest.raises(UsageError, match="another optimizer"):
         Updates(optimizer, torch.optim.lr_scheduler.ExponentialLR(torch.optim.SGD([own]), 0.5), None, False)
     with pytest.raises(UsageError, match="without arguments"):

@@ -80,11 +80,11 @@ class Updates:
 
     def check_parameters(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse an optimizer that trains none of these, the pipeline's on this process."""
-        own = {id(parameter) for parameter in parameters}
+        own = {id(parameter) for parameter in parameters if parameter.requires_grad}
         if own and not any(id(parameter) in own for parameter in parameters_of(self.optimizer)):
             raise UsageError(
-                f"optimizer= has none of the {len(own)} parameters that the pipeline has on this process, so nothing "
-                f"would be trained; make it over pipe.parameters()"
+                f"optimizer= has none of the {len(own)} parameters that the pipeline trains on this process, so it "
+                f"would change nothing; make it over pipe.parameters()"
             )
 
     def decide(self, parts: Sequence[NormAnswer], loss: float | None) -> UpdateDecision:

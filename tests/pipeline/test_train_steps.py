@@ -672,7 +672,7 @@ def changing_weights(way: str) -> str:
             for _ in pipe.train_steps(batches([1.0, 1.0, 1.0, 40.0, 1.0, 1.0]), optimizer, clip=LIMIT):
                 if way == "after settle()":
                     pipe.settle()
-                for parameter in pipe.parameters():
+                for parameter in [] if way == "on rank 1" and pipe.rank == 0 else pipe.parameters():
                     if way == "its gradient":
                         parameter.grad = torch.full_like(parameter, 1e-6)
                     elif way == "by its data":
@@ -712,7 +712,7 @@ def with_hook() -> list[str]:
         return [result.together for result in pipe.train_steps(batches(QUIET), optimizer, clip=LIMIT)]
 
 
-CHANGES = "in place", "by its data", "its gradient", "after settle()"
+CHANGES = "in place", "by its data", "its gradient", "on rank 1", "after settle()"
 
 
 def scenarios(folder: str) -> dict[str, Any]:
@@ -841,11 +841,16 @@ def test_updates_that_no_snapshot_has_all_of_end_together(seen):
 
 @pytest.mark.parametrize("way", CHANGES)
 def test_weights_that_the_body_changes_before_all_ranks_are_done_are_refused(seen, way):
-    """What the body had done was undone with the update. After settle() no update can be taken back any more."""
+    """What the body had done was undone with the update. After settle() no update can be taken back any more.
+
+    Where one rank has done so, the others waited for it, and were not told why it had left.
+    """
     for number, rank in enumerate(seen):
         said = rank["changing"][way]
         if way == "after settle()":
             assert said == "nothing"
+        elif way == "on rank 1" and number == 0:
+            assert said.startswith("rank 1 failed: UsageError: parameter 1.linear.weight (or its gradient) was changed")
         else:
             assert f"parameter {number}.linear.weight (or its gradient) was changed in the body" in said
             assert "call pipe.settle() before" in said

@@ -104,7 +104,6 @@ class StepLoop:
         self.is_running = True
         try:
             for batch in batches:
-                self._weights.check_unchanged()
                 call = self._call(batch)
                 together = self._why_together()
                 if together:
@@ -197,7 +196,7 @@ class StepLoop:
         interrupt: BaseException | None = None
         with ranks.in_call(CALL, in_loop=True):
             try:
-                self._run_and_update(call)
+                self._run_and_update(call, self._weights.changed_in_body())
                 return
             except Abandoned as abandoned:
                 interrupt = abandoned.interrupt
@@ -207,7 +206,7 @@ class StepLoop:
         with ranks.in_call(CALL, in_loop=True):
             self._run_and_update(call, interrupt)
 
-    def _run_and_update(self, call: Call, refused: BaseException | None = None) -> None:
+    def _run_and_update(self, call: Call, refused: BaseException | None) -> None:
         """Run a step and update the weights: at once, or where the last guess was wrong when all reports are there."""
         weights = self._weights
         depends, had_gradients = weights.updates.depends_on_all, self._has_gradients()

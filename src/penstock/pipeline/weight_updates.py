@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
-from penstock.errors import PeerFailure
+from penstock.errors import PeerFailure, UsageError
 from penstock.group.agreement import agree
 from penstock.optim.norms import NormAnswer
 from penstock.optim.scaler import GradScaler
@@ -107,7 +107,9 @@ class WeightUpdates:
         return updated
 
     def _update_again(self, decision: UpdateDecision) -> None:
-        self.check_unchanged(thoroughly=True)
+        refused = self.changed_in_body(thoroughly=True)
+        if refused is not None:
+            raise refused
         self._may_be_taken_back = False
         self._update(decision, again=True)
 
@@ -132,11 +134,10 @@ class WeightUpdates:
             self._snapshot.updated()
             self._may_be_taken_back = True
 
-    def check_unchanged(self, thoroughly: bool = False) -> None:
-        """Refuse to go on where the user has changed what would be put back, while the update could be taken back."""
+    def changed_in_body(self, thoroughly: bool = False) -> UsageError | None:
+        """Why not to go on: the user has changed what would be put back, while the update could be taken back."""
         changed = self._snapshot.changed(thoroughly) if self._may_be_taken_back else None
-        if changed is not None:
-            raise changed_in_body(changed, self._state.named_parameters())
+        return None if changed is None else changed_in_body(changed, self._state.named_parameters())
 
     def undo(self) -> None:
         """Take the last update back, and make none."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import primer_driver
 import pytest
 from test_docs import find_blocks
+from warm import warm_commands
 
 from penstock.cli.lanes import Lanes, read_event
 
@@ -79,7 +80,7 @@ class Ran(NamedTuple):
 
 def run_all(jobs: list[tuple[Path, int]]) -> list[Ran]:
     done = subprocess.run(
-        [sys.executable, "-W", "error", primer_driver.__file__],
+        [warm_commands() / "python", "-W", "error", primer_driver.__file__],
         input=json.dumps([(str(path), ranks) for path, ranks in jobs]),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -149,6 +149,7 @@ def become(files: list[int], arguments: list[str], folder: str, environment: dic
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
+    sys.stdin = os.fdopen(0, closefd=False)  # a fork of multiprocessing reads nothing
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -160,10 +161,17 @@ def become(files: list[int], arguments: list[str], folder: str, environment: dic
     elif kind == "torchrun":
         sys.exit(importlib.import_module("forked_torchrun").main())
     else:
-        del sys.argv[0]
+        sys.executable = sys.argv.pop(0)  # a program that starts another Python gets a fork, too
+        if sys.argv[0] == "-u":
+            del sys.argv[0]
         if sys.argv[0] == "-W":
             warnings.simplefilter(sys.argv[1])  # type: ignore[arg-type]
             del sys.argv[:2]
+        if sys.argv[0] == "-m":
+            sys.path[0] = folder
+            del sys.argv[0]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            return
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
         runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,23 +102,41 @@ def test_weights_and_biases_keeps_a_run_offline_and_goes_on_with_it(
     assert len(files) == 2
     name = json.loads((root / "wandb.json").read_text())["id"]
     assert all(file.name == f"run-{name}.wandb" for file in files)  # one run there, however often it is resumed
+    wait_for(lambda: all(kinds(file)[-1:] == ["exit"] for file in files))  # wandb's process writes it after `finish`
     assert [logged(file) for file in files] == [[(1, 1.0, 5), (2, 0.5, 5)], [(3, 1 / 3, 5), (4, 0.25, 5)]]
     with pytest.raises(UsageError, match=r"logging.wandb_options: wandb.init does not take them"):
         open_outlets(config_of("logging.wandb=offline", "logging.wandb_options={colour='red'}"), root, 0)
 
 
+def wait_for(done: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def kinds(file: Path) -> list[str | None]:
+    return [record.WhichOneof("record_type") for record in records(file)]
+
+
 def logged(file: Path) -> list[tuple[int, float, int]]:
-    """(step, loss, memory of rank 0) of each line; a short file is a header and records, each with its own."""
+    """(step, loss, memory of rank 0) of each line."""
+    found = []
+    for record in records(file):
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            found.append((items["_step"], items["loss"], items["memory/rank0"]))
+    return found
+
+
+def records(file: Path) -> list[Any]:
+    """Those that are whole; a short file is a header and records, each with its own."""
     from wandb.proto import wandb_internal_pb2
 
     data, place, found = file.read_bytes(), 7, []
     assert len(data) < 32768  # one block
-    while place < len(data):
-        size = int.from_bytes(data[place + 4 : place + 6], "little")
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data[place + 7 : place + 7 + size])
-        place += 7 + size
-        if record.WhichOneof("record_type") == "history":
-            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-            found.append((items["_step"], items["loss"], items["memory/rank0"]))
+    while place + 7 < len(data):
+        start = place + 7
+        place = start + int.from_bytes(data[place + 4 : place + 6], "little")
+        if place <= len(data):
+            found.append(wandb_internal_pb2.Record.FromString(data[start:place]))
     return found

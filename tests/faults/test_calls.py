@@ -146,8 +146,13 @@ def test_the_odd_call_is_the_culprit() -> None:
     check([("step()", "evaluate()", "step()"), ("clip_grad_norm_(1)",) * 2 + ("clip_grad_norm_(2)",)], ["shared"])
 
 
-def train_on_more_batches(longer: int, transport: str) -> str:
+def train_on_more_batches(longer: int, transport: str, clip: float | None) -> str:
     """`train_steps` with four batches, and with one more on one rank."""
+    return train([4 + (rank == longer) for rank in range(2)], transport, [clip, clip])
+
+
+def train(batches: list[int], transport: str, clips: list[float | None]) -> str:
+    """What `train_steps` says to that many batches, and such limits, on each rank."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
     x = torch.ones(4, WIDTH)
     pipe = penstock.Pipeline(
@@ -161,7 +166,7 @@ def train_on_more_batches(longer: int, transport: str) -> str:
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     try:
-        list(pipe.train_steps([(x, x)] * (4 + (pipe.rank == longer)), optimizer))
+        list(pipe.train_steps([(x, x)] * batches[pipe.rank], optimizer, clip=clips[pipe.rank]))
     except PeerFailure as error:
         return str(error)
     finally:
@@ -169,14 +174,29 @@ def train_on_more_batches(longer: int, transport: str) -> str:
     return "nothing"
 
 
+@pytest.mark.parametrize("clip", [None, 1e-6])
 @pytest.mark.parametrize("longer", [0, 1])
 @pytest.mark.parametrize("transport", ON_PROCESSES)
-def test_a_rank_that_has_more_batches(transport: str, longer: int) -> None:
-    """If it was rank 1, both ranks waited for the timeout and then told of a deadlock."""
-    for said in on_processes(2, train_on_more_batches, longer, transport):
+def test_a_rank_that_has_more_batches(transport: str, longer: int, clip: float | None) -> None:
+    """If it was rank 1, both ranks waited for the timeout and then told of a deadlock.
+
+    Where clipping bites, all reports of the last step are known, and the shorter rank left its loop without a word.
+    """
+    for said in on_processes(2, train_on_more_batches, longer, transport, clip):
         assert "rank 1 failed: the ranks are in different calls" in said
         assert f"rank {1 - longer} was in settle(), after the batches of train_steps() so far" in said
-        assert f"rank {longer} was in train_steps()" in said
+        assert f"rank {longer} was in train_steps({'' if clip is None else 'clip=1e-06'})" in said
+
+
+@pytest.mark.parametrize("clips", [[1.0, 2.0], [None, 2.0]])
+def test_ranks_that_clip_differently(clips: list[float | None]) -> None:
+    """Some would take an update back that others leave as it is, and their messages would no longer belong together."""
+    for said in on_processes(2, train, [4, 4], "shared", clips):
+        assert "rank 1 failed: the ranks are in different calls" in said
+        assert (
+            f"rank 0 was in train_steps({'' if clips[0] is None else 'clip=1.0'}), rank 1 was in train_steps(clip=2.0)"
+            in said
+        )
 
 
 @pytest.mark.parametrize("ranks", tiers(3, 2))

@@ -74,6 +74,12 @@ class Updates:
         return self.clip is not None or self.skip_nonfinite
 
     @property
+    def call(self) -> str:
+        """What the user has called, in which the rules that all ranks must share have their place."""
+        clip = "" if self.clip is None else f"clip={float(self.clip)!r}"
+        return f"train_steps({', '.join(filter(None, (clip, 'skip_nonfinite=True' if self.skip_nonfinite else '')))})"
+
+    @property
     def can_be_taken_back(self) -> bool:
         """Whether an update changes nothing but what a snapshot has."""
         return has_all(self.optimizer)

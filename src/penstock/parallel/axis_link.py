@@ -55,17 +55,27 @@ class AxisLink:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), group)
 
     def _watch_pipeline(self) -> None:
-        """A member that waits in its pipeline is not to blame, and that pipeline says who is; it ends with this link.
+        """A member that waits in its pipeline is not to blame, and that pipeline says who is; each ends with the other.
 
-        The watch's thread must keep neither this link nor the pipeline alive.
+        A pipeline that is lost may be so while no rank of it waits on its link: the members of this one then wait for
+        another rank's copies, and would hear of it by their own timeouts only.
+        The watches' threads must keep neither this link nor the pipeline alive.
         """
         watch, link = self._pipeline.watch, ref(self)
+        others = watch.ended  # the links of other axes
 
         def ended(verdict: PeerFailure) -> None:
             here = link()
             if here is not None:
                 here._lost(verdict)
 
+        def pipeline_ended(verdict: PeerFailure) -> None:
+            others(verdict)
+            here = link()
+            if here is not None:
+                here.abort(verdict)
+
+        watch.ended = pipeline_ended
         self._watch.waits_in_other_group = lambda: watch.waiting is not None
         self._watch.ended = ended
 

@@ -113,7 +113,7 @@ class StepLoop:
                     self._step(call)
                 self._number += 1
                 yield from self._results()
-            self.settle()
+            self._end()
             yield from self._results()
             CTRL_C.raise_owed()
         finally:  # left by an error, perhaps, which must not wait for other ranks
@@ -141,6 +141,19 @@ class StepLoop:
                 self._make_right(before, abandoned)
             else:
                 self._weights.agree_on_early(before.number)
+
+    def _end(self) -> None:
+        """Wait for all ranks after the last batch, also where all of them know of all steps: one may have more batches,
+        and would wait in the next step for those that have gone on to something else.
+        """
+        if self._uncollected is not None:
+            return self.settle()
+        deployment = self._parts.deployment
+        transport = deployment.world.transport
+        if transport is not None:
+            with deployment.ranks.in_call(SETTLE):
+                transport.post_exchange(None)()
+                deployment.replication.all_gather(transport.call, None)
 
     def _call(self, batch: Any) -> Call:
         """What `step` would be given. (The training command's batches are calls already.)"""
@@ -178,7 +191,7 @@ class StepLoop:
 
     def _step_together(self, call: Call, why: str) -> None:
         weights = self._weights
-        with self._parts.deployment.ranks.in_call(call.name, in_loop=True):
+        with self._parts.deployment.ranks.in_call(weights.updates.call, in_loop=True):
             try:
                 result = self._parts.together(call)
             except BaseException as error:
@@ -194,7 +207,7 @@ class StepLoop:
         """One step on this rank, and its update; once more where it ran on weights that were updated wrongly."""
         ranks, before = self._parts.deployment.ranks, self._uncollected
         interrupt: BaseException | None = None
-        with ranks.in_call(CALL, in_loop=True):
+        with ranks.in_call(self._weights.updates.call, in_loop=True):
             try:
                 self._run_and_update(call, self._weights.changed_in_body())
                 return
@@ -203,7 +216,7 @@ class StepLoop:
                 assert before is not None
                 ranks.reset()  # what the abandoned run left behind, if it failed
                 self._make_right(before, abandoned)
-        with ranks.in_call(CALL, in_loop=True):
+        with ranks.in_call(self._weights.updates.call, in_loop=True):
             self._run_and_update(call, interrupt)
 
     def _run_and_update(self, call: Call, refused: BaseException | None) -> None:

@@ -280,6 +280,39 @@ def test_a_rank_of_a_replica_that_dies_is_named_by_all_others():
     assert [ending.said for ending in endings if ending.code != -signal.SIGKILL] == [[(1, 1)]] * 3, endings
 
 
+STALL = 5.0  # seconds
+
+
+def stopped(say: Any) -> None:
+    """The first rank of the second replica stands still at its end of a step, which all other ranks have ended."""
+    with replicated("gpipe", timeout=STALL) as pipe:
+        last = [action for action in pipe.program.rows[0] if action.op is Op.B][-1]
+
+        def stands_still(action: Action, context: Any) -> None:
+            if replica_of(pipe) == 1 and action == last and pipe.deployment.counter.step == 2:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            context.run(action)
+
+        pipe.register("B", stands_still)
+        try:
+            for _ in pipe.train_steps(own_rows(pipe, QUIET), OPTIMIZERS["sgd"](pipe.parameters())):
+                pass
+        except PeerFailure as failure:
+            say((failure.rank, failure.replica, failure.cause))
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_names_its_stalled_rank_tells_the_other_replicas():
+    """They do not have to find out by themselves, which takes longer: a stalled process is looked for in its own
+    pipeline first.
+    """
+    said = [ending.said for ending in launch(4, stopped) if ending.said]
+    assert len(said) == 3, said
+    for ((rank, replica, cause),) in said:
+        assert (rank, replica) == (0, 1)
+        assert f"silent for {STALL:g} s" in cause
+
+
 def test_two_processes_with_the_whole_model_each_train_as_the_loop_by_hand():
     for found in on_processes(2, compared_alone):
         assert found == []

@@ -80,7 +80,7 @@ class Watch:
         self.axes: dict[str, int] = {}  # of this group among others: its replica and shard, for a failure's name
         self.leave_other_group: Callable[[PeerFailure], None] | None = None  # ends a wait for ranks of another group
         self.waits_in_other_group: Callable[[], bool] = lambda: False  # that group ends such a wait by itself
-        self.ended: Callable[[PeerFailure], None] = lambda verdict: None  # told the verdict, in the thread
+        self.ended: Callable[[PeerFailure], None] = lambda verdict: None  # told the verdict before anybody leaves
         # how the ranks talk to each other
         self._rank, self._ranks, self._timeout = rank, ranks, timeout
         self._beat = min(BEAT_SECONDS, timeout / 10)
@@ -237,15 +237,15 @@ class Watch:
 
     def _conclude(self, verdict: PeerFailure) -> None:
         # The order matters: the main thread sets `waiting` and then reads `verdict`, so that it
-        # either sees the verdict or is seen waiting.
+        # either sees the verdict or is seen waiting. Other groups are told before it is freed: it may leave at once.
         self.verdict = verdict = placed(verdict, self.axes)
+        self.ended(verdict)
         self._decided.set()
         waiting, leave = self.waiting, self.leave_other_group
         if waiting is not None:
             self.close_connections(waiting.peer)
         if leave is not None:
             leave(verdict)
-        self.ended(verdict)
         self._free()
 
     def _free(self) -> None:

@@ -12,7 +12,7 @@ from penstock.runtime.transport.base import Where, nowhere
 from penstock.runtime.transport.failure.blame import State, Waiting
 
 Said = TypeVar("Said")
-STEPS = ("", "step()", "train_steps()", "evaluate()", "predict()")  # calls whose exchanges end a step
+STEPS = ("", "step", "train_steps", "evaluate", "predict")  # calls whose exchanges end a step
 Traffic = Callable[[Waiting | None], tuple[dict[int, int], tuple[int, int] | None]]  # see `State`: sent, and awaits
 
 
@@ -42,7 +42,8 @@ class OwnState:
     def reason(self) -> str:
         """In or for what this rank waits where it waits for no message of a channel, in words."""
         call = self.call()
-        return self.connects or ("in the exchange that ends the step" if call in STEPS else f"in an exchange of {call}")
+        ends_step = call.partition("(")[0] in STEPS
+        return self.connects or ("in the exchange that ends the step" if ends_step else f"in an exchange of {call}")
 
     @contextmanager
     def connecting(self, what: str) -> Iterator[None]:

@@ -5,12 +5,37 @@ from __future__ import annotations
 import gc
 import random
 import sys
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 TorchState = tuple[Tensor, list[Tensor]]  # of the CPU; of every GPU
+_ONE_AT_A_TIME = threading.RLock()  # threads that ask torch for the state of its generator, or set it
+
+
+def torch_state() -> Tensor:
+    """`torch.get_rng_state()`, for code that other threads may run at the same moment.
+
+    torch holds a lock of its own while it makes the tensor. That may collect garbage, and so run any Python code, which
+    lets another thread go on. If that one asks for the state too, it waits for torch's lock without letting go of
+    Python's, and neither ever ends. Here it waits for one of Python's own locks instead.
+    """
+    with _ONE_AT_A_TIME:
+        return torch.get_rng_state()
+
+
+def set_torch_state(state: Tensor) -> None:
+    """`torch.set_rng_state()`, for code that other threads may run at the same moment."""
+    with _ONE_AT_A_TIME:
+        torch.set_rng_state(state)
+
+
+def seed_torch(seed: int) -> None:
+    """Seed the generator of the CPU, where other threads may do so at the same moment."""
+    with _ONE_AT_A_TIME:
+        torch.default_generator.manual_seed(seed)
 
 
 def generators_of(model: nn.Module, everywhere: bool) -> list[Any]:
@@ -65,11 +90,11 @@ def put_back(states: tuple[Any, Any, TorchState]) -> None:
 
 def random_state() -> TorchState:
     """The states of torch's generators, on the CPU and on every GPU."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return torch_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
 
 def restore_random(state: TorchState) -> None:
     """Put back what `random_state` found."""
-    torch.set_rng_state(state[0])
+    set_torch_state(state[0])
     if state[1]:  # not run here: no GPU
         torch.cuda.set_rng_state_all(state[1])

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.model.random_states import random_state, restore_random
+from penstock.model.random_states import random_state, restore_random, seed_torch, set_torch_state, torch_state
 
 _MASK = 2**64 - 1
 FEW = 16  # numbers, for which an array costs more than it saves
@@ -49,7 +49,7 @@ def seed_of(seed: int, step: int, microbatch: Any, stage: int) -> Any:
 
 def seed_generators(value: int, device: torch.device | None) -> None:
     """Seed the CPU generator, and the one of `device` where that is another."""
-    torch.default_generator.manual_seed(value)
+    seed_torch(value)
     if device is not None and device.type == "cuda":  # not run here: no GPU
         torch.cuda.default_generators[device.index or 0].manual_seed(value)
 
@@ -68,7 +68,7 @@ def randomness(seed: int, step: int, microbatch: int, stage: int) -> Iterator[No
     """
     before = random_state()
     try:
-        torch.default_generator.manual_seed(seed_of(seed, step, microbatch, stage))
+        seed_torch(seed_of(seed, step, microbatch, stage))
         for generator in torch.cuda.default_generators if before[1] else ():
             generator.manual_seed(seed_of(seed, step, microbatch, stage))
         yield
@@ -91,15 +91,15 @@ def unit_stream(number: int) -> Iterator[None]:
     if base == RESTING:
         yield
         return
-    around = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed_of(base, 0, 0, number))
-    before = torch.get_rng_state()
+    around = torch_state()
+    seed_torch(seed_of(base, 0, 0, number))
+    before = torch_state()
     try:
         yield
     finally:
-        if not torch.equal(before, torch.get_rng_state()):
+        if not torch.equal(before, torch_state()):
             _drawn.drew = True
-        torch.set_rng_state(around)
+        set_torch_state(around)
 
 
 _holding = threading.local()  # .quietly: a compute on this thread has the generator, alone or (quietly) beside others
@@ -159,7 +159,7 @@ class GeneratorLock:
         """Around a whole step: afterwards the generator is where the user had left it."""
         with self._changed:
             if not self._inside:
-                self._users = torch.get_rng_state()
+                self._users = torch_state()
             self._inside += 1
         try:
             yield
@@ -168,7 +168,7 @@ class GeneratorLock:
                 self._inside -= 1
                 self._at_rest = False
                 if not self._inside:
-                    torch.set_rng_state(self._users)
+                    set_torch_state(self._users)
 
     def _wait(self, is_taken: Callable[[], bool], waits: WhileWaiting) -> None:
         """Until it is free; `waits` hears from time to time who is inside, and gives up by raising."""
@@ -209,7 +209,7 @@ class GeneratorLock:
         with self._changed:
             self._wait(lambda: self._writing or self._writers_waiting > 0, waits)
             if not self._at_rest and not self._readers:
-                torch.set_rng_state(self._rest)
+                set_torch_state(self._rest)
                 self._at_rest = True
             self._readers += 1
         try:
@@ -221,7 +221,7 @@ class GeneratorLock:
                 self._leave()
 
     def _moved(self) -> bool:
-        moved = not torch.equal(self._rest, torch.get_rng_state())
+        moved = not torch.equal(self._rest, torch_state())
         if moved:
             self._at_rest = False
         return moved
@@ -320,11 +320,11 @@ class ThreadRandomness:
             with self._lock.alone(self._waits):
                 seed_generators(self._seed_for(microbatch, stream), device)
                 self.alone.add((stage, microbatch))
-                before = None if not forward or known in self._draws else torch.get_rng_state()
+                before = None if not forward or known in self._draws else torch_state()
                 _drawn.drew = False
                 yield
                 if before is not None:
-                    self._draws[known] = _drawn.drew or not torch.equal(before, torch.get_rng_state())
+                    self._draws[known] = _drawn.drew or not torch.equal(before, torch_state())
             return
         with self._lock.beside(self._waits) as moved:
             yield

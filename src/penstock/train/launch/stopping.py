@@ -38,23 +38,40 @@ class Stop:
         self.asked = False
         self._since = 0.0
         self._insists = insists
-        self._process = os.getpid()
         self._signals = (signal.SIGINT, *more)
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Stop:
         self._before = {number: signal.signal(number, self._note) for number in self._signals}
+        _entered.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        _entered.remove(self)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # forked by a data set, whose `terminate` must end it
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
         if not self.asked:
             self.asked, self._since = True, monotonic()
         elif self._insists and not is_echo(self._since):
             os._exit(INTERRUPTED)  # nothing is half written that a reader would take for whole
+
+    def leave(self) -> None:
+        """Have signals do what they do in any process."""
+        for number in self._signals:
+            signal.signal(number, signal.SIG_DFL)
+
+
+_entered: list[Stop] = []
+
+
+def _leave_in_fork() -> None:
+    """What a data set forks must end by its `terminate`. A handler of Python's may come too late: it does not end a
+    sleep that begins in the moment of the signal.
+    """
+    while _entered:
+        _entered.pop().leave()
+
+
+os.register_at_fork(after_in_child=_leave_in_fork)

@@ -196,27 +196,31 @@ def test_ranks_that_are_threads_train_as_the_loop_by_hand(family, name, clip, sk
 # -- what happens between steps, on two processes
 
 
-def ahead(transport: str) -> list[float]:
+def hold_back(pipe: penstock.Pipeline, name: str) -> None:
     """The last rank ends each step only when the first has begun the next one: together they would never end it."""
-    store = dist.distributed_c10d._get_default_store()
+    store, began, ended = dist.distributed_c10d._get_default_store(), [0], [0]
+    last = [action for action in pipe.program.rows[1] if action.op is Op.W][-1]
+
+    def forward(action: Action, context: Any) -> None:
+        if pipe.rank == 0 and action.microbatch == 0:
+            store.set(f"{name} began {began[0]}", "yes")
+            began[0] += 1
+        context.run(action)
+
+    def weights(action: Action, context: Any) -> None:
+        if pipe.rank == 1 and action == last:
+            if 0 < ended[0] < STEPS - 1:  # a pipeline's first step ends on all ranks together
+                store.wait([f"{name} began {ended[0] + 1}"], timedelta(seconds=TIMEOUT))
+            ended[0] += 1
+        context.run(action)
+
+    pipe.register("F", forward)
+    pipe.register("W", weights)
+
+
+def ahead(transport: str) -> list[float]:
     with pipeline("zb-h2", transport=transport) as pipe:
-        began, ended, last = [0], [0], [action for action in pipe.program.rows[1] if action.op is Op.W][-1]
-
-        def forward(action: Action, context: Any) -> None:
-            if pipe.rank == 0 and action.microbatch == 0:
-                store.set(f"{transport} began {began[0]}", "yes")
-                began[0] += 1
-            context.run(action)
-
-        def weights(action: Action, context: Any) -> None:
-            if pipe.rank == 1 and action == last:
-                if 0 < ended[0] < STEPS - 1:  # a pipeline's first step ends on all ranks together
-                    store.wait([f"{transport} began {ended[0] + 1}"], timedelta(seconds=TIMEOUT))
-                ended[0] += 1
-            context.run(action)
-
-        pipe.register("F", forward)
-        pipe.register("W", weights)
+        hold_back(pipe, transport)
         optimizer = OPTIMIZERS["sgd"](pipe.parameters())
         return [round(result.loss.item(), 6) for result in pipe.train_steps(batches(QUIET), optimizer, clip=1e9)]
 

@@ -130,9 +130,7 @@ class Checkpointer:
             try:
                 self._begin(saving)
                 self._settle(processes)
-            except (
-                BaseException
-            ) as error:  # an interrupt or a loss; what the thread still reads may change from here on
+            except BaseException as error:  # an interrupt, or a loss: what the thread still reads may change now
                 saving.give_up(error)
                 self._collect(0)
                 self._failed = None

@@ -10,13 +10,11 @@ import os
 import re
 import signal
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from deadlines import TIMEOUT
 from pipeline.test_train_steps import (
     BITES,
     LIMIT,
@@ -27,6 +25,7 @@ from pipeline.test_train_steps import (
     batches,
     by_hand,
     differences,
+    hold_back,
     overlapped,
     pipeline,
     press,
@@ -76,27 +75,8 @@ def compared() -> dict[str, Any]:
 
 
 def ahead() -> tuple[list[float], list[str]]:
-    """The last ranks end each step only when the first ones have begun the next: together they would never end it."""
-    store = dist.distributed_c10d._get_default_store()
     with replicated("zb-h2") as pipe:
-        mine, began, ended = replica_of(pipe), [0], [0]
-        last = [action for action in pipe.program.rows[1] if action.op is Op.W][-1]
-
-        def forward(action: Action, context: Any) -> None:
-            if pipe.rank == 0 and action.microbatch == 0:
-                store.set(f"{mine} began {began[0]}", "yes")
-                began[0] += 1
-            context.run(action)
-
-        def weights(action: Action, context: Any) -> None:
-            if pipe.rank == 1 and action == last:
-                if 0 < ended[0] < STEPS - 1:  # a pipeline's first step ends on all ranks together
-                    store.wait([f"{mine} began {ended[0] + 1}"], timedelta(seconds=TIMEOUT))
-                ended[0] += 1
-            context.run(action)
-
-        pipe.register("F", forward)
-        pipe.register("W", weights)
+        hold_back(pipe, f"replica {replica_of(pipe)}")
         optimizer = OPTIMIZERS["sgd"](pipe.parameters())
         results = list(pipe.train_steps(own_rows(pipe, QUIET), optimizer, clip=1e9))
         return [result.loss.item() for result in results], [result.together for result in results]

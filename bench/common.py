@@ -3,10 +3,15 @@
 The machine is shared and noisy, so no time is worth anything alone. Every round runs each contestant once, in an order
 that turns with the round, from a barrier to the last rank's end. A ratio is the median of the rounds' ratios, each
 taken within one round: what slows a round down slows both of its sides.
+
+Contestants of a round share a process, and so its heap. glibc gives free memory at the end of a heap back to the system
+and takes it again, for some 3 % of a step's time, or does not, by what else lies there: one contestant's memory would
+decide about the other's time. So the processes of a bench keep the memory that they have (`keep_memory`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import tempfile
 import time
@@ -38,6 +43,7 @@ THEIRS = {
 WAYS = {"ours": None, "ours, gloo": "distributed"}  # Pipeline(transport=...): by default shared memory on one host
 SEVERAL = ("looped-bfs", "interleaved-1f1b", "interleaved-zb", "zb-v", "dualpipe-v")  # stages per rank
 V = ("zb-v", "dualpipe-v")
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
 
 
 def run_ranks(worker: Callable[..., None], ranks: int, *arguments: Any) -> None:
@@ -54,7 +60,16 @@ def run_ranks(worker: Callable[..., None], ranks: int, *arguments: Any) -> None:
                 process.join()
 
 
+def keep_memory() -> None:
+    """Have this process keep all memory that it frees, where its allocator is glibc's."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+        mallopt(_MMAP_THRESHOLD, 32 * 2**20)  # the largest that it takes
+
+
 def _start(rank: int, ranks: int, path: str, worker: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    keep_memory()
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{path}", rank=rank, world_size=ranks, timeout=timedelta(seconds=300)

@@ -75,12 +75,15 @@ class UpdateSnapshot:
         self._generator = torch.get_rng_state()
 
     @torch.no_grad()
-    def updated(self) -> None:
-        """The update is made: what changes from here on is changed by the user."""
+    def updated(self, thoroughly: bool = True) -> None:
+        """The update is made: what changes from here on is changed by the user.
+
+        `thoroughly`: `changed` will be able to find what is written by `data`, which takes a look at every number.
+        """
         self._after = self._current_options(_copied)
         plain = [each for each in parameters_of(self._optimizer) if type(each) in _PLAIN]
         self._parameters = [(each, each._version, each.data_ptr(), each.grad) for each in plain]
-        self._products = self._current_products()
+        self._products = self._current_products() if thoroughly else []
         self._state_after = self._current_state()
 
     def changed(self, thoroughly: bool = False) -> Tensor | str | None:

@@ -19,6 +19,10 @@ does every other rank, from the same numbers: if the update was wrong, all of th
 run, take the update back, make the right one, and run the step again. The result is the same to the last bit; a wrong
 guess costs one step. After one, updates wait for the reports until `TRUST` of them in a row would have been right.
 
+The rank that the next step waits for, that of the first stage, is mostly the last to end a step. Where the reports of
+all others are with it by then, it need not guess, and keeps no snapshot; the others keep theirs while they would wait
+for its first message.
+
 *Failures.* A rank that fails tells the others by its messages, as in any step. But one that has no more messages to
 take in that step may be in the next one by then, so the rank that failed also goes through the next step without
 computing, and all collect the report of the failure at its end. Ranks that had finished the step have updated their
@@ -48,7 +52,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.optim.updates import ORDER, Updates
+from penstock.optim.updates import ORDER, UpdateDecision, Updates
 from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.model_state.state import ModelState
@@ -63,7 +67,7 @@ from penstock.pipeline.trained_step import (
     which_step,
 )
 from penstock.pipeline.weight_updates import WeightUpdates
-from penstock.runtime.engine.report import EndedStep, StepResult, all_replicas, result_of
+from penstock.runtime.engine.report import EndedStep, StepReport, StepResult, all_replicas, result_of
 from penstock.runtime.engine.step_input import Refused
 from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.schedule import Schedule, verify
@@ -231,7 +235,14 @@ class StepLoop:
         self._uncollected = mine
         mine.can_be_undone = depends and not had_gradients
         if mine.ended.failure is None:
-            weights.update_early(mine.number)
+            is_right = depends and self._is_known_to_be_as_is(mine)
+            mine.can_be_undone &= not is_right
+            weights.update_early(mine.number, may_be_wrong=depends and not is_right)
+
+    def _is_known_to_be_as_is(self, step: UncollectedStep) -> bool:
+        """Whether all reports are here already, and they say that the update is right as it is."""
+        reports = step.ended.known_reports()
+        return reports is not None and self._decide(reports, self._result(reports, step)).as_is
 
     def _has_gradients(self) -> bool:
         """Whether there are gradients from before this loop, which no snapshot has."""
@@ -329,11 +340,17 @@ class StepLoop:
     def _read(self, step: UncollectedStep, together: str = "") -> None:
         """The reports of a step, as its decision and its result; raises what went wrong anywhere."""
         reports = step.ended.reports()
-        result = result_of(reports, all_replicas(reports, step.count), None)
-        loss = None if result.loss is None else result.loss.item()
-        step.decision = self._weights.updates.decide([report.norm for report in reports], loss)
+        result = self._result(reports, step)
+        step.decision = self._decide(reports, result)
         self._right = self._right + 1 if step.decision.as_is else 0
         self._done.append(trained(result, step.decision, step.decision.applied, together))
+
+    def _result(self, reports: list[StepReport], step: UncollectedStep) -> StepResult:
+        return result_of(reports, all_replicas(reports, step.count), None)
+
+    def _decide(self, reports: list[StepReport], result: StepResult) -> UpdateDecision:
+        loss = None if result.loss is None else result.loss.item()
+        return self._weights.updates.decide([report.norm for report in reports], loss)
 
     def _make_right(self, before: UncollectedStep, abandoned: Abandoned) -> None:
         """Where a step was updated wrongly, make the right update; where it failed elsewhere, undo it, and raise."""

@@ -30,7 +30,7 @@ class WeightUpdates:
     """How the weights of this process are updated after each step of a loop."""
 
     failed: PeerFailure | None = None  # an early update, of which the other ranks do not know yet
-    _may_be_taken_back = False  # the last update
+    _may_be_taken_back = False  # the last update, on some rank: so the body may not change weights on any
 
     def __init__(self, deployment: Deployment, state: ModelState, updates: Updates) -> None:
         self._deployment, self._state, self.updates = deployment, state, updates
@@ -119,11 +119,14 @@ class WeightUpdates:
 
     # -- early
 
-    def update_early(self, number: int) -> None:
-        """Update the weights before the others are known to be done. They are told of an error in the next step."""
+    def update_early(self, number: int, may_be_wrong: bool) -> None:
+        """Update the weights without a word of the others. They are told of an error in the next step.
+
+        What `may_be_wrong` can be taken back.
+        """
         transport = self._deployment.world.transport
         assert transport is not None
-        if self.updates.depends_on_all:
+        if may_be_wrong:
             self._snapshot.take()
         try:
             self._update(AS_IS)
@@ -131,7 +134,7 @@ class WeightUpdates:
             self.failed = failed_update(transport.rank, number, error)
             self.failed.__cause__ = error
         if self.updates.depends_on_all:
-            self._snapshot.updated()
+            self._snapshot.updated(thoroughly=may_be_wrong)
             self._may_be_taken_back = True
 
     def changed_in_body(self, thoroughly: bool = False) -> UsageError | None:

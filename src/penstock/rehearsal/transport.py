@@ -110,6 +110,9 @@ class Mail:
         parcel: Any = Parcel((step, body), 0.0, self._network.latency(self._transfers.rank, peer))
         self._transfers.send(parcel, self._transfers.connection(peer), CONTROL)
 
+    def has_exchange(self, peer: int) -> bool:
+        return self._network.wire(peer, self._transfers.rank, CONTROL).is_ready
+
     def get_exchange(self, peer: int) -> tuple[int, bytes]:
         wire = self._network.wire(peer, self._transfers.rank, CONTROL)
         self._transfers.wait(wire, peer)

@@ -20,7 +20,7 @@ from torch import Tensor
 from penstock.errors import MessageError, ModelError, PeerFailure, RunError, UsageError
 from penstock.messages import plain
 from penstock.runtime.batch.comparison import Readers, different_batches, left_out, unlike
-from penstock.runtime.batch.fingerprint import BatchFingerprint, FingerprintedBatch
+from penstock.runtime.batch.fingerprint import BatchFingerprint, FingerprintedBatch, Key
 from penstock.runtime.engine.recorder import WallStart
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.failure.peer_failures import with_report
@@ -137,6 +137,13 @@ class EndedStep:
         """Say what this rank has to, and wait for nobody."""
         self._collect = self._transport.post_exchange(self.report)
 
+    def known_reports(self) -> list[StepReport] | None:
+        """The reports of all ranks, if they are here already and nothing is wrong. Waits for nobody."""
+        told = self._transport.known_answers()
+        if told is None or _unlike(told) or what_went_wrong(told, readers=self._readers) is not None:
+            return None
+        return told
+
     def reports(self) -> list[StepReport]:
         """The reports of all ranks, or what went wrong anywhere: the same error on all of them."""
         own, self._own = self._own, None
@@ -169,13 +176,18 @@ class EndedStep:
 
     def _compare_batches(self, reports: list[StepReport]) -> str:
         """How the batches of the ranks differ, in words; empty where they do not, as nearly always."""
-        fingerprints = [report.fingerprint for report in reports]
-        odd = [] if fingerprints.count(fingerprints[0]) == len(fingerprints) else unlike(fingerprints)
+        odd = _unlike(reports)
         if not odd:
             return ""
         return different_batches(
             self._transport.exchange({} if self._fingerprinted is None else self._fingerprinted.details(odd))
         )
+
+
+def _unlike(reports: Sequence[StepReport]) -> list[Key]:
+    """The arguments that differ between ranks."""
+    fingerprints = [report.fingerprint for report in reports]
+    return [] if fingerprints.count(fingerprints[0]) == len(fingerprints) else unlike(fingerprints)
 
 
 def what_went_wrong(

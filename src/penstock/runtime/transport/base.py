@@ -125,6 +125,13 @@ class Transport(ABC):
         answers = self.exchange(value)
         return lambda: answers
 
+    def known_answers(self) -> list[Any] | None:
+        """The answers of the exchange that was posted last, if they are here already, and all ranks ran one program.
+
+        They are still to be collected. Waits for nobody; this default knows nothing.
+        """
+        return None
+
     @abstractmethod
     def describe_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
         """How to say, from any thread, what this rank is doing, and at which action it is; for the report of a loss."""

@@ -114,6 +114,31 @@ def test_an_exchange_may_be_collected_when_the_next_step_has_run(kind: str) -> N
     assert first[4] == ["together"] * 3
 
 
+def known_before_collected(transport: Any) -> list[Any]:
+    """What each rank knows of an exchange when it has posted, rank 0 after all others; and what it collects."""
+    store, seen = dist.distributed_c10d._get_default_store(), []
+    for step in range(3):
+        transport.open(CHANNELS[:2])
+        if transport.rank == 0:
+            store.wait([f"posted {step} by {rank}" for rank in range(1, transport.ranks)])
+        late = transport.post_exchange((transport.rank, step))
+        store.set(f"posted {step} by {transport.rank}", "yes")
+        known = transport.known_answers()
+        assert late() == [(rank, step) for rank in range(transport.ranks)]
+        seen.append(known == late())
+        assert known is None or seen[-1]
+        assert transport.known_answers() is None  # of an exchange that is collected
+    return seen
+
+
+@pytest.mark.parametrize("kind", ON_PROCESSES)
+def test_a_coordinator_that_posts_last_knows_all_answers_at_once_on_one_host(kind: str) -> None:
+    """Before there are sockets, in the first exchange, and over gloo, nobody can tell without a wait."""
+    first, *others = values(run(kind, known_before_collected, ranks=3))
+    assert first[1:] == [kind == "shared"] * 2
+    assert others == [[False] * 3] * 2
+
+
 def one_step_apart(transport: Any) -> str:
     """Rank 0 runs a step more than rank 1 has a message for: the counts of that step do not match."""
     transport.open([Channel(0, 1, "F", 0, 1)])

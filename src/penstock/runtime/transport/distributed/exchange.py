@@ -8,8 +8,9 @@ all are told before that could pair messages of different steps.
 
 A rank may post its value and collect the answers later (`post`, `collect`), with messages of a further step in between.
 The coordinator answers when it collects, so it should be the rank that the others wait for anyway: that of the first
-stage, without which no other rank can begin a step. Ctrl-C may end a wait there, with nothing lost: `collect` is then
-called again.
+stage, without which no other rank can begin a step. That rank is mostly the last to end one, and then it may know at
+once what all have said, and answers at once (`known`). Ctrl-C may end a wait there, with nothing lost: `collect` is
+then called again.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Posted(NamedTuple):
     receives: dict[int, tuple[Tensor, Any]]  # by peer
     heard: dict[int, ExchangeEntry]  # by the coordinator, so far: a wait for the others may be left and taken up again
     sends: list[tuple[Tensor, Any]]  # whose tensors must live until they have left
+    found: list[Exchanged]  # what all have said, once that is known
 
 
 class Sockets(Protocol):
@@ -72,6 +74,8 @@ class Sockets(Protocol):
     def __contains__(self, peer: object, /) -> bool: ...
 
     def put_exchange(self, peer: int, step: int, body: bytes) -> None: ...
+
+    def has_exchange(self, peer: int) -> bool: ...
 
     def get_exchange(self, peer: int) -> tuple[int, bytes]: ...
 
@@ -115,10 +119,28 @@ class Exchange:
         receives, self._prepared = self._prepared, {}
         centre = self.coordinator
         sends = [] if self.rank == centre else self._put(centre, step, plain.dumps(tuple(entry)))
-        return Posted(step, used, value, entry, receives, {self.rank: entry}, sends)
+        return Posted(step, used, value, entry, receives, {self.rank: entry}, sends, [])
+
+    def known(self, posted: Posted) -> Exchanged | None:
+        """What every rank has said, if this is the coordinator and all of it is here. Waits for nobody.
+
+        Of a receive that gloo has, nobody can tell whether it is done without waiting for it.
+        """
+        others = [rank for rank in posted.receives if rank not in posted.heard]
+        sockets = self.sockets
+        if self.rank != self.coordinator or not all(
+            posted.receives[rank][1] is None and sockets is not None and sockets.has_exchange(rank) for rank in others
+        ):
+            return None
+        return self.collect(posted)
 
     def collect(self, posted: Posted) -> Exchanged:
         """What every rank has said."""
+        if not posted.found:
+            posted.found.append(self._collect(posted))
+        return posted.found[0]
+
+    def _collect(self, posted: Posted) -> Exchanged:
         if self.rank == self.coordinator:
             fault, calls, values = self._conduct(posted)
         else:

@@ -132,6 +132,7 @@ class DistributedTransport(Transport):
         self._opened: dict[tuple[Channel, ...], ChannelEnds[Any, Any]] = {}
         self._next_channel = 0
         self._uncollected: Callable[[], list[Any]] | None = None  # the exchange that was posted last
+        self._posted_exchange: Posted | None = None  # the same
 
     def _current_call(self) -> str:
         return self.call
@@ -243,11 +244,19 @@ class DistributedTransport(Transport):
                 finally:
                     self.watch.own.collects = None
                     if answers or errors:  # else Ctrl-C has ended the wait
-                        self._uncollected = None
+                        self._uncollected = self._posted_exchange = None
             return answers[0]
 
-        self._uncollected = collect
+        self._uncollected, self._posted_exchange = collect, posted
         return collect
+
+    def known_answers(self) -> list[Any] | None:
+        found = (
+            None
+            if self._posted_exchange is None or self.broken is not None
+            else self._exchanger.known(self._posted_exchange)
+        )
+        return None if found is None or found.fault is not None or len(set(found.calls)) > 1 else found.values
 
     def _check_may_exchange(self) -> None:
         if self._uncollected is not None:

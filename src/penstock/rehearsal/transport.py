@@ -110,8 +110,9 @@ class Mail:
         parcel: Any = Parcel((step, body), 0.0, self._network.latency(self._transfers.rank, peer))
         self._transfers.send(parcel, self._transfers.connection(peer), CONTROL)
 
-    def has_exchange(self, peer: int) -> bool:
-        return self._network.wire(peer, self._transfers.rank, CONTROL).is_ready
+    def has_exchange(self, peer: int, step: int) -> bool:
+        wire = self._network.wire(peer, self._transfers.rank, CONTROL)
+        return wire.is_ready and wire.messages[0][1][0] == step
 
     def get_exchange(self, peer: int) -> tuple[int, bytes]:
         wire = self._network.wire(peer, self._transfers.rank, CONTROL)

@@ -75,7 +75,7 @@ class Sockets(Protocol):
 
     def put_exchange(self, peer: int, step: int, body: bytes) -> None: ...
 
-    def has_exchange(self, peer: int) -> bool: ...
+    def has_exchange(self, peer: int, step: int) -> bool: ...
 
     def get_exchange(self, peer: int) -> tuple[int, bytes]: ...
 
@@ -122,17 +122,19 @@ class Exchange:
         return Posted(step, used, value, entry, receives, {self.rank: entry}, sends, [])
 
     def known(self, posted: Posted) -> Exchanged | None:
-        """What every rank has said, if this is the coordinator and all of it is here. Waits for nobody.
+        """What every rank has said, if this is the coordinator, all of it is here, and programs and calls are the same.
 
-        Of a receive that gloo has, nobody can tell whether it is done without waiting for it.
+        Waits for nobody. Of a receive that gloo has, nobody can tell whether it is done without waiting for it.
         """
-        others = [rank for rank in posted.receives if rank not in posted.heard]
-        sockets = self.sockets
-        if self.rank != self.coordinator or not all(
-            posted.receives[rank][1] is None and sockets is not None and sockets.has_exchange(rank) for rank in others
-        ):
+        if self.rank != self.coordinator:
             return None
-        return self.collect(posted)
+        for rank, (frame, work) in posted.receives.items():
+            if rank not in posted.heard:
+                if work is not None or self.sockets is None or not self.sockets.has_exchange(rank, posted.step):
+                    return None
+                self._hear(posted, rank, frame, work)
+        fault, calls, _ = self._sum_up(posted)
+        return None if fault is not None or len(set(calls)) > 1 else self.collect(posted)
 
     def collect(self, posted: Posted) -> Exchanged:
         """What every rank has said."""
@@ -159,10 +161,14 @@ class Exchange:
         for rank, (frame, work) in posted.receives.items():
             if rank not in posted.heard:
                 self._hear(posted, rank, frame, work)
-        told = [posted.heard[rank] for rank in range(self.ranks)]
-        answer = compare(told, posted.used), [each.call for each in told], [each.value for each in told]
+        answer = self._sum_up(posted)
         self._answer(posted, plain.dumps(answer))
         return answer
+
+    def _sum_up(self, posted: Posted) -> tuple[str | None, list[str], list[bytes]]:
+        """In what the programs of the ranks differ, their calls and their values, once all have been heard."""
+        told = [posted.heard[rank] for rank in range(self.ranks)]
+        return compare(told, posted.used), [each.call for each in told], [each.value for each in told]
 
     @uninterrupted
     def _hear(self, posted: Posted, rank: int, frame: Tensor, work: Any) -> None:

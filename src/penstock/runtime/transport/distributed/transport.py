@@ -251,12 +251,12 @@ class DistributedTransport(Transport):
         return collect
 
     def known_answers(self) -> list[Any] | None:
-        found = (
-            None
-            if self._posted_exchange is None or self.broken is not None
-            else self._exchanger.known(self._posted_exchange)
-        )
-        return None if found is None or found.fault is not None or len(set(found.calls)) > 1 else found.values
+        posted = self._posted_exchange
+        if posted is None or self.broken is not None:
+            return None
+        with self._leaving_no_disorder():
+            found = self._exchanger.known(posted)
+        return None if found is None else found.values
 
     def _check_may_exchange(self) -> None:
         if self._uncollected is not None:
@@ -266,18 +266,24 @@ class DistributedTransport(Transport):
 
     def _collect(self, posted: Posted) -> Exchanged:
         """What all ranks have said, unless their messages were not those of one program."""
-        try:
+        with self._leaving_no_disorder():
             answers = self._exchanger.collect(posted)
             apart = different_calls(answers.calls) if answers.fault is not None else None
             if answers.fault is not None and apart is None:
                 raise MessageError(answers.fault)
-        except MessageError as error:
-            self.abort(PeerFailure(self.rank, f"MessageError: {error}"))
-            raise
         if apart is not None:
             self.abort(apart)  # messages are left on the wires
             raise copy(apart)
         return answers
+
+    @contextmanager
+    def _leaving_no_disorder(self) -> Iterator[None]:
+        """Where messages are not those of one program, all ranks give up."""
+        try:
+            yield
+        except MessageError as error:
+            self.abort(PeerFailure(self.rank, f"MessageError: {error}"))
+            raise
 
     def _end_step(self, used: Sequence[ChannelEnds[Any, Any]]) -> None:
         self._transfers.exchanges += 1

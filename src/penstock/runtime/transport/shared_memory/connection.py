@@ -308,15 +308,15 @@ class Connections(dict[int, Connection]):
         except Gone:
             self.lose(Waiting(peer, None, -1, monotonic(), self._watch.own.reason))
 
-    def has_exchange(self, peer: int) -> bool:
-        """Whether what the peer has to say is here. Waits for nobody."""
+    def has_exchange(self, peer: int, step: int) -> bool:
+        """Whether what the peer has to say at the end of that step is here. Waits for nobody."""
         connection = self[peer]
         try:
             while not connection.exchanges and connection.read(False):
                 pass
         except Gone:
             pass  # as whoever waits for it will find out
-        return bool(connection.exchanges)
+        return bool(connection.exchanges) and connection.exchanges[0][0] == step
 
     def get_exchange(self, peer: int) -> tuple[int, bytes]:
         """The step that the peer ends, and what it has to say."""

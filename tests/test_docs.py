@@ -137,6 +137,8 @@ DOCUMENTS = {
 
 
 LONG = {
+    "docs/explanations/bubble.md",
+    "docs/guides/integrations.md",
     "docs/guides/hugging-face.md",
     "docs/guides/fine-tune.md",
     "docs/guides/two-models.md",

@@ -64,6 +64,7 @@ def loaded_in_turn(*statements: str) -> list[set[str]]:
 IN_TURN = ("import penstock.train.launch.launch", "penstock.Pipeline", "penstock.save")
 
 
+@pytest.mark.slow
 def test_integrations_are_loaded_by_those_who_ask_for_them() -> None:
     loaded = loaded_in_turn(*IN_TURN)[-1]
     assert "penstock.checkpoint" in loaded

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from deadlines import TIMEOUT
-from tiers import mostly_slow
 
 from penstock.runtime.transport.failure.watch import Watch
 
@@ -88,13 +87,10 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("left", "ending"),
-    mostly_slow(
-        [*((LEFT_IN_STORE, ending) for ending in ENDINGS), (LEFT_IN_FORWARD, "the end")],
-        (LEFT_IN_STORE, "an error"),
-        (LEFT_IN_FORWARD, "the end"),
-    ),
+    [*((LEFT_IN_STORE, ending) for ending in ENDINGS), (LEFT_IN_FORWARD, "the end")],
     ids=[*(f"store, {ending}" for ending in ENDINGS), "forward"],
 )
 def test_a_thread_inside_c_plus_plus_does_not_abort_a_program_that_ends(left: str, ending: str) -> None:

@@ -209,7 +209,8 @@ class Scaled(nn.Module):
         return _write_into(self.kept, x * self.scale) if self.after else torch.tanh(x * self.scale)
 
 
-@pytest.mark.parametrize("kinds", mostly_slow(["index, large", "input, stage, large written"], "index, large"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", ["index, large", "input, stage, large written"])
 def test_nor_between_processes(kinds: str) -> None:
     # over gloo from 1 MiB on, where nothing is copied: 46 % off
     cases = [(kind, "zb-h1", transport) for kind in kinds.split(", ") for transport in ON_PROCESSES]

@@ -129,6 +129,7 @@ def test_more_memory_as_advised_gives_the_plan_that_was_promised() -> None:
     )
 
 
+@pytest.mark.slow
 def test_fewer_devices_are_named_where_they_do_as_well() -> None:
     """More devices once gave a slower plan without a word."""
     slow = replace(SMALL, hosts=8, between=Interconnect(bandwidth=1e7, latency=1e-2))

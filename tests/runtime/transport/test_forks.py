@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import os, socket
 from penstock.runtime.transport.forks import EPOCH, close_in_forks
@@ -24,6 +26,7 @@ assert there.recv(1) == b""  # no copy keeps the connection open
 """
 
 
+@pytest.mark.slow
 def test_a_fork_keeps_no_connection_open() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr

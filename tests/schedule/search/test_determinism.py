@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import json, sys, threading
 
@@ -46,6 +48,7 @@ def answers(hash_seed: str, load: str) -> list[object]:
     return found
 
 
+@pytest.mark.slow
 def test_processes_with_other_hash_seeds_and_loads_find_the_same() -> None:
     first = answers("0", "idle")
     assert len(first) == 9

@@ -85,7 +85,6 @@ def test_a_rank_that_is_killed_is_named_by_all_others_at_once(victim: int, kind:
     ("victim", "kind"),
     mostly_slow(
         [(victim, f"{name}{store}") for name in ON_PROCESSES for victim, store in ((2, "-tcp"), (1, ""))],
-        (1, "distributed"),
         (2, "shared-tcp"),
     ),
 )
@@ -97,7 +96,8 @@ def test_a_rank_that_is_stopped_is_named_by_all_others_after_the_timeout(victim:
         assert 3.9 < seconds < SOON
 
 
-@pytest.mark.parametrize("kind", mostly_slow([f"{name}-tcp" for name in ON_PROCESSES], "shared-tcp"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [f"{name}-tcp" for name in ON_PROCESSES])
 def test_a_stopped_rank_that_hosts_the_store_does_not_hang_the_others(kind: str) -> None:
     outcomes = run(kind, loses_a_rank, ranks=3, timeout=1.0, victim=0, how=signal.SIGSTOP)
     for rank, text, seconds in living(outcomes, 0):

@@ -113,6 +113,7 @@ def test_a_cap_below_the_given_schedules_peak_is_kept() -> None:
         simulate(build("1f1b", 2, 2), Costs(links=[[0]]))
 
 
+@pytest.mark.slow
 def test_a_search_takes_sizes_too_and_never_beats_the_bound() -> None:
     for seed in range(3):
         costs = Costs(sizes=drawn(seed, 8), hop=0.1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import signal
 import threading
 import time
 from typing import Any
@@ -137,6 +140,41 @@ def test_a_coordinator_that_posts_last_knows_all_answers_at_once_on_one_host(kin
     first, *others = values(run(kind, known_before_collected, ranks=3))
     assert first[1:] == [kind == "shared"] * 2
     assert others == [[False] * 3] * 2
+
+
+def dies_before_it_is_answered(transport: Any) -> Any:
+    """Rank 1 is killed when rank 0, which knows what it has said, is about to answer: what rank 0 knows, and raises."""
+    store = dist.distributed_c10d._get_default_store()
+    transport.open(PAIR)
+    transport.exchange(None)
+    if transport.rank == 1:
+        late = transport.post_exchange(None)
+        store.set("victim", str(os.getpid()))
+        return late()
+    victim, sockets = int(store.get("victim")), transport._exchanger.sockets
+    answer = sockets.put_exchange
+
+    def put_exchange(*arguments: Any) -> None:
+        sockets.put_exchange = answer
+        os.kill(victim, signal.SIGKILL)
+        closed = select.poll()
+        closed.register(sockets[1], 0)  # that it is closed is told in any case
+        assert closed.poll(SOON * 1000)
+        answer(*arguments)
+
+    sockets.put_exchange = put_exchange
+    late = transport.post_exchange(None)
+    known = transport.known_answers()
+    with pytest.raises(PeerFailure) as caught:
+        late()
+    return known, caught.value.rank
+
+
+def test_a_rank_that_dies_before_it_is_answered_is_named_when_the_exchange_is_collected() -> None:
+    """The look that waits for nobody raised, between the count of a step and its update."""
+    outcomes = run("shared", dies_before_it_is_answered)
+    assert outcomes[1].silent
+    assert outcomes[0].get() == (None, 1)
 
 
 def one_step_apart(transport: Any) -> str:

@@ -254,7 +254,8 @@ class DistributedTransport(Transport):
         posted = self._posted_exchange
         if posted is None or self.broken is not None:
             return None
-        with self._leaving_no_disorder():
+        found = None
+        with suppress(MessageError, PeerFailure), self._leaving_no_disorder():  # whoever collects finds it broken
             found = self._exchanger.known(posted)
         return None if found is None else found.values
 

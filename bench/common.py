@@ -12,10 +12,12 @@ decide about the other's time. So the processes of a bench keep the memory that 
 from __future__ import annotations
 
 import ctypes
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from torch import nn
 from torch.distributed import pipelining as theirs
 from torch.nn.functional import scaled_dot_product_attention
 
+from penstock.runtime.transport.distributed.loop_threads import loop_threads
 from penstock.schedule import Placement
 
 Step = Callable[[], object]
@@ -147,6 +150,26 @@ def only(rank: int, mine: int, step: Step) -> Step:
     return step if rank == mine else lambda: None
 
 
+def without_ours(step: Step) -> Step:
+    """A step of a peer, with gloo's threads as it would find them: a pipeline of ours holds them back."""
+    threads = loop_threads()
+
+    def peer() -> object:
+        _set_policy(threads, os.SCHED_OTHER)
+        try:
+            return step()
+        finally:
+            _set_policy(threads, os.SCHED_BATCH)
+
+    return peer
+
+
+def _set_policy(threads: Sequence[int], policy: int) -> None:
+    for thread in threads:
+        with suppress(ProcessLookupError):  # that of a connection which is closed by now
+            os.sched_setscheduler(thread, policy, os.sched_param(0))
+
+
 def torch_pipeline(
     family: str, rank: int, modules: Sequence[nn.Module], count: int, loss_fn: Any, x: torch.Tensor, y: torch.Tensor
 ) -> Step:
@@ -166,4 +189,4 @@ def torch_pipeline(
         losses: list[torch.Tensor] = []
         schedule.step(*args, **target, losses=losses if target else None, return_outputs=False)
 
-    return step
+    return without_ours(step)

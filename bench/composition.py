@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import SEVERAL, THEIRS, WAYS, Block, Step, V, interleave, run_ranks
+from common import SEVERAL, THEIRS, WAYS, Block, Step, V, interleave, run_ranks, without_ours
 from report import Column, Goal, Table, add_names, bench
 from torch import Tensor, nn
 from torch.distributed import pipelining as theirs
@@ -138,7 +138,7 @@ def one_case(table: Table, mesh: Any, family: str, kind: str, sizes: tuple[int, 
         modules = blocks(family, settings.quick, width)
         torch_step, trained = torch_replicas(family, kind, mesh, modules, count, x, y)
         owned["torch"] = [parameter for module in trained for parameter in module.parameters()]
-        steps["torch"] = cleared(torch_step, owned["torch"])
+        steps["torch"] = without_ours(cleared(torch_step, owned["torch"]))
     times = interleave(steps, settings.rounds)
     for who in steps:
         same = "yes" if agree(owned[who], mesh) else "no"

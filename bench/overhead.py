@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import SEVERAL, THEIRS, WAYS, Step, Times, interleave, only, run_ranks, torch_pipeline
+from common import SEVERAL, THEIRS, WAYS, Step, Times, interleave, only, run_ranks, torch_pipeline, without_ours
 from report import Column, Goal, bench
 from torch import Tensor, nn
 
@@ -123,7 +123,7 @@ def contestants(family: str, rank: int, count: int) -> tuple[dict[str, Step], li
     if family in ("gpipe", "1f1b"):
         bare = BareLoop(rank, make()[rank], x, y)
         warm_up = count if family == "gpipe" else 2 - rank
-        steps["bare"] = lambda: bare.run(warm_up)
+        steps["bare"] = without_ours(lambda: bare.run(warm_up))
     return steps, pipes
 
 

@@ -40,7 +40,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import SEVERAL, THEIRS, WAYS, Block, Step, Times, interleave, only, run_ranks, torch_pipeline
+from common import (
+    SEVERAL,
+    THEIRS,
+    WAYS,
+    Block,
+    Step,
+    Times,
+    interleave,
+    only,
+    run_ranks,
+    torch_pipeline,
+    without_ours,
+)
 from report import Column, Goal, add_names, bench
 from torch import Tensor, nn
 
@@ -187,7 +199,9 @@ def measure_messages(rank: int, settings: Namespace) -> None:
                 **{who: lambda pipe=pipe, x=x, y=y: pipe.step(x, target=y) for who, pipe in pipes.items()},
                 "torch": torch_pipeline(family, rank, scales(stages, width), count, mean_loss, x, y),
                 "compute": lambda mine=mine, x=x, y=y, last=last: computes_only(mine, x, y, count, last),
-                "messages": lambda n=(sends, receives), shape=(rows, width): raw_messages(*n, shape, 1 - rank),
+                "messages": without_ours(
+                    lambda n=(sends, receives), shape=(rows, width): raw_messages(*n, shape, 1 - rank)
+                ),
             }
             times = interleave(steps, settings.rounds)
             share = 1 - idle_share(pipes["ours"])

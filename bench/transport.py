@@ -19,12 +19,11 @@ import statistics
 import time
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import run_ranks
+from common import Step, run_ranks, without_ours
 from report import Column, at_least_one, bench
 
 from penstock.runtime.transport import Channel, Transport
@@ -94,11 +93,11 @@ def measure(transports: dict[str, Transport], size: int, rounds: int) -> Times:
     rank = transports["gloo"].rank
     value = torch.zeros(max(size // 4, 1))
     count = max(6, min(200, (32 << 20) // max(size, 1)))
-    kinds: dict[str, Callable[[], None]] = {}
+    kinds: dict[str, Step] = {}
     for way in WAYS:
         if way == "raw":
-            kinds["ping-pong raw"] = lambda: raw_ping_pong(rank, value, count)
-            kinds["streamed raw"] = lambda: raw_streamed(rank, value, count)
+            kinds["ping-pong raw"] = without_ours(lambda: raw_ping_pong(rank, value, count))
+            kinds["streamed raw"] = without_ours(lambda: raw_streamed(rank, value, count))
         else:
             kinds[f"ping-pong {way}"] = lambda way=way: our_ping_pong(transports[way], value, count)
             kinds[f"streamed {way}"] = lambda way=way: our_streamed(transports[way], value, count)

@@ -38,7 +38,7 @@ from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 
 AHEAD = 16  # receives of a channel that the backend may have before they are posted
 AHEAD_LEFT = 4  # with so few of them left, it is given more
-AHEAD_BYTES = 4096  # of each, at most
+AHEAD_BYTES = WHOLE_BYTES  # of each, at most
 
 _RECEIPT = torch.ones(1, dtype=torch.uint8)
 _END = torch.empty(1, dtype=torch.uint8)  # takes the ends of all messages, which say nothing

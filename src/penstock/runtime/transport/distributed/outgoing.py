@@ -79,6 +79,7 @@ class DistributedOutgoing(Outgoing):
         """As predicted where the value looks so, in full where it does not."""
         if self._transfers.watch.verdict is not None:
             raise after_loss(self._transfers.watch.verdict)
+        self._transfers.give_way()
         expected, connection, channel = self._expected, self._connection, self.channel
         layout = expected.layouts.get(self.count)
         packed = None if layout is None else layout.pack_anew(value)
@@ -166,6 +167,7 @@ class DistributedOutgoing(Outgoing):
         HEADER.pack_into(buffer, 0, MAGIC, kind, checksum, follows, step, count, microbatch, direction, source, target)
 
     def _sent(self, message: UnderWay) -> None:
+        self._transfers.give_way()
         under_way = self._under_way
         under_way.append(message)
         if len(under_way) > (self._max_sends if message.earlier else self._max_sends + SMALL_SENDS):

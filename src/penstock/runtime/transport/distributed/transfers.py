@@ -12,6 +12,7 @@ message needs. So values in one direction have a second connection (`connect_aga
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from copy import copy
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
@@ -59,6 +60,7 @@ class BackendTransfers:
         self.watch = watch
         self._now = watch.clock.now
         self._timeout = timeout
+        self.give_way: Callable[[], object] = lambda: None  # to gloo's threads, where they are held back
         self._short = timedelta(seconds=timeout + SLACK_SECONDS)
         self._of_a_receive = timedelta(
             seconds=timeout + SLACK_SECONDS + LONGEST_SECONDS

@@ -46,6 +46,7 @@ from penstock.runtime.transport.base import Transport, Where, nowhere
 from penstock.runtime.transport.channel import Channel, ChannelEnds, check_channels
 from penstock.runtime.transport.distributed.exchange import Exchange, Exchanged, Posted
 from penstock.runtime.transport.distributed.incoming import DistributedIncoming
+from penstock.runtime.transport.distributed.loop_threads import hold_back_loop_threads
 from penstock.runtime.transport.distributed.member import Member, has_agent, member_of
 from penstock.runtime.transport.distributed.messages import SUBTAGS
 from penstock.runtime.transport.distributed.outgoing import DistributedOutgoing
@@ -184,6 +185,8 @@ class DistributedTransport(Transport):
                 self._seconds[peer] = self._transfers.connect_again(
                     peer, self._store, f"{self._prefix}/second", self._tag + CONTROL_TAG + 3
                 )
+            if self._peers(channels).difference(without):
+                self._transfers.give_way = hold_back_loop_threads() or self._transfers.give_way
 
     def _connection(self, channel: Channel, peer: int) -> PeerConnection:
         second = self._seconds.get(peer) if channel.source_rank > channel.target_rank else None

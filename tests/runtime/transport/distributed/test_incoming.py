@@ -73,8 +73,8 @@ def post_after_expecting(transport: Any) -> list[list[int]]:
 def test_announced_receives_are_with_gloo_early_and_several_at_a_time_and_never_one_too_many() -> None:
     new, small, changed, large, back, few = values(run("distributed", post_after_expecting))[1]
     each = list(range(MESSAGES + 1))
-    assert new == back == each  # nothing was announced
-    assert large == [2 * posted for posted in each]  # too large to be held early: a frame and its end, as it is posted
+    assert new == each  # nothing was announced
+    assert large == back == [2 * posted for posted in each]  # too large to be held early; a frame and its end
     ahead = [with_gloo - posted for posted, with_gloo in enumerate(small)]
     assert ahead[0] == AHEAD
     assert min(ahead[:-AHEAD]) >= AHEAD_LEFT

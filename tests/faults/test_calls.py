@@ -151,8 +151,8 @@ def train_on_more_batches(longer: int, transport: str, clip: float | None) -> st
     return train([4 + (rank == longer) for rank in range(2)], transport, [clip, clip])
 
 
-def train(batches: list[int], transport: str, clips: list[float | None]) -> str:
-    """What `train_steps` says to that many batches, and such limits, on each rank."""
+def train(batches: list[int], transport: str, clips: list[float | None], later: bool = False) -> str:
+    """What `train_steps` says to that many batches, and such limits, on each rank; `later` not in the first loop."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
     x = torch.ones(4, WIDTH)
     pipe = penstock.Pipeline(
@@ -166,9 +166,11 @@ def train(batches: list[int], transport: str, clips: list[float | None]) -> str:
     )
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     try:
+        if later:
+            list(pipe.train_steps([(x, x)], optimizer))
         list(pipe.train_steps([(x, x)] * batches[pipe.rank], optimizer, clip=clips[pipe.rank]))
     except PeerFailure as error:
-        return str(error)
+        return "\n".join([str(error), *getattr(error, "__notes__", ())])
     finally:
         pipe.close()
     return "nothing"
@@ -188,10 +190,15 @@ def test_a_rank_that_has_more_batches(transport: str, longer: int, clip: float |
         assert f"rank {longer} was in train_steps({'' if clip is None else 'clip=1e-06'})" in said
 
 
+@pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("clips", [[1.0, 2.0], [None, 2.0]])
-def test_ranks_that_clip_differently(clips: list[float | None]) -> None:
-    """Some would take an update back that others leave as it is, and their messages would no longer belong together."""
-    for said in on_processes(2, train, [4, 4], "shared", clips):
+def test_ranks_that_clip_differently(clips: list[float | None], later: bool) -> None:
+    """Some would take an update back that others leave as it is, and their messages would no longer belong together.
+
+    The first step of a pipeline ends together, before anything is updated. Later ones are updated before it is known.
+    """
+    for said in on_processes(2, train, [4, 4], "shared", clips, later):
+        assert ("this rank has ended it and updated its weights" in said) == later
         assert "rank 1 failed: the ranks are in different calls" in said
         assert (
             f"rank 0 was in train_steps({'' if clips[0] is None else 'clip=1.0'}), rank 1 was in train_steps(clip=2.0)"

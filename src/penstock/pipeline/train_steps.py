@@ -238,6 +238,7 @@ class StepLoop:
             is_right = depends and self._is_known_to_be_as_is(mine)
             mine.can_be_undone &= not is_right
             weights.update_early(mine.number, may_be_wrong=depends and not is_right)
+            mine.is_updated = True
 
     def _is_known_to_be_as_is(self, step: UncollectedStep) -> bool:
         """Whether all reports are here already, and they say that the update is right as it is."""

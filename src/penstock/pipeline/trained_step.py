@@ -49,6 +49,7 @@ class UncollectedStep:
     transaction: Transaction
     decision: UpdateDecision = AS_IS
     can_be_undone: bool = False  # with its update
+    is_updated: bool = False  # early, on this rank
 
 
 class Abandoned(Exception):
@@ -106,6 +107,11 @@ def explain(error: BaseException, step: UncollectedStep) -> None:
         text += (
             f"; rank {', '.join(map(str, failures))} could not end it, and the others had ended it and updated their "
             f"weights, so that the ranks no longer belong together: load a checkpoint on every rank"
+        )
+    elif not told and step.is_updated:
+        text += (
+            "; this rank has ended it and updated its weights, without knowing what became of it on the others: load a "
+            "checkpoint on every rank"
         )
     error.add_note(text)
 

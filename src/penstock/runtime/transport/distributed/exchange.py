@@ -66,6 +66,7 @@ class Posted(NamedTuple):
     heard: dict[int, ExchangeEntry]  # by the coordinator, so far: a wait for the others may be left and taken up again
     sends: list[tuple[Tensor, Any]]  # whose tensors must live until they have left
     found: list[Exchanged]  # what all have said, once that is known
+    errors: list[Exception]  # or what came of it instead
 
 
 class Sockets(Protocol):
@@ -119,7 +120,7 @@ class Exchange:
         receives, self._prepared = self._prepared, {}
         centre = self.coordinator
         sends = [] if self.rank == centre else self._put(centre, step, plain.dumps(tuple(entry)))
-        return Posted(step, used, value, entry, receives, {self.rank: entry}, sends, [])
+        return Posted(step, used, value, entry, receives, {self.rank: entry}, sends, [], [])
 
     def known(self, posted: Posted) -> Exchanged | None:
         """What every rank has said, if this is the coordinator, all of it is here, and programs and calls are the same.

@@ -132,8 +132,7 @@ class DistributedTransport(Transport):
         self.ends = ChannelEnds((), self.rank)
         self._opened: dict[tuple[Channel, ...], ChannelEnds[Any, Any]] = {}
         self._next_channel = 0
-        self._uncollected: Callable[[], list[Any]] | None = None  # the exchange that was posted last
-        self._posted_exchange: Posted | None = None  # the same
+        self._uncollected: Posted | None = None  # the exchange that was posted last
 
     def _current_call(self) -> str:
         return self.call
@@ -231,30 +230,26 @@ class DistributedTransport(Transport):
         used = list(self._opened.values())
         posted = self._exchanger.post(self._transfers.exchanges, self.ends, used, self.call, value)
         self._end_step(used)
-        answers: list[list[Any]] = []
-        errors: list[Exception] = []
+        self._uncollected = posted
+        return partial(self._collect_posted, posted)
 
-        def collect() -> list[Any]:
-            if errors:
-                raise errors[0]
-            if not answers:
-                self.watch.own.collects = posted.step if posted.entry.call == self.call else None
-                try:
-                    answers.append(self._agreed(self._collect(posted)))
-                except (MessageError, PeerFailure) as error:
-                    errors.append(error)
-                    raise
-                finally:
-                    self.watch.own.collects = None
-                    if answers or errors:  # else Ctrl-C has ended the wait
-                        self._uncollected = self._posted_exchange = None
-            return answers[0]
-
-        self._uncollected, self._posted_exchange = collect, posted
-        return collect
+    def _collect_posted(self, posted: Posted) -> list[Any]:
+        """What all ranks have said, or the error that this was; once that is known, the same whenever it is asked."""
+        if posted.errors:
+            raise posted.errors[0]
+        self.watch.own.collects = posted.step if posted.entry.call == self.call else None
+        try:
+            return self._agreed(self._collect(posted))
+        except (MessageError, PeerFailure) as error:
+            posted.errors.append(error)
+            raise
+        finally:
+            self.watch.own.collects = None
+            if posted is self._uncollected and (posted.found or posted.errors):  # else Ctrl-C has ended the wait
+                self._uncollected = None
 
     def known_answers(self) -> list[Any] | None:
-        posted = self._posted_exchange
+        posted = self._uncollected
         if posted is None or self.broken is not None:
             return None
         found = None
@@ -264,7 +259,7 @@ class DistributedTransport(Transport):
 
     def _check_may_exchange(self) -> None:
         if self._uncollected is not None:
-            self._uncollected()
+            self._collect_posted(self._uncollected)
         if self.watch.verdict is not None:
             raise after_loss(self.watch.verdict)
 

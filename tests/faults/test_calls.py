@@ -198,7 +198,7 @@ def test_ranks_that_clip_differently(clips: list[float | None], later: bool) -> 
     The first step of a pipeline ends together, before anything is updated. Later ones are updated before it is known.
     """
     for said in on_processes(2, train, [4, 4], "shared", clips, later):
-        assert ("this rank has ended it and updated its weights" in said) == later
+        assert ("this rank has updated its weights after step" in said) == later
         assert "rank 1 failed: the ranks are in different calls" in said
         assert (
             f"rank 0 was in train_steps({'' if clips[0] is None else 'clip=1.0'}), rank 1 was in train_steps(clip=2.0)"

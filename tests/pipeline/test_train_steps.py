@@ -832,7 +832,7 @@ def test_a_failure_that_others_are_ahead_of_names_its_step_and_refuses_to_go_on(
         assert "rank 1" in said
         assert "broken on purpose" in said
         assert any("in step 2 of train_steps()" in note and "load a checkpoint" in note for note in notes)
-        assert "not completed the same number of steps" in after
+        assert "not completed, or not updated, on every rank, so that the ranks no longer belong together" in after
 
 
 def test_a_failure_that_others_are_ahead_of_is_undone_on_all_of_them_by_their_snapshots(seen):
@@ -854,7 +854,7 @@ def test_an_optimizer_that_fails_on_one_rank_is_named_by_all_with_its_error_and_
         assert "an optimizer that breaks" in text
         assert f"in the update after step {FAILING_UPDATES[case][0]} of train_steps(), counted from 0" in "".join(notes)
         assert "load a checkpoint on every rank" in "".join(notes)
-        assert "the ranks have not completed the same number of steps" in after
+        assert "not completed, or not updated, on every rank, so that the ranks no longer belong together" in after
         if rank == 1:
             assert kind == "ValueError" or cause == "ValueError('an optimizer that breaks')"
         else:
@@ -941,7 +941,8 @@ def test_ctrl_c_in_the_last_update_before_a_break_is_raised_in_the_next_call_on_
 
 def test_a_rank_that_was_stopped_in_its_update_is_noticed_in_the_next_step(seen):
     """The second Ctrl-C does not wait: rank 0 has updated nothing, rank 1 has."""
-    assert [rank["interrupted in half an update"][0] for rank in seen] == ["KeyboardInterrupt:  ", "nothing"]
+    stopped = "KeyboardInterrupt:  in step 2 of train_steps(), counted from 0"
+    assert [rank["interrupted in half an update"][0] for rank in seen] == [stopped, "nothing"]
     for rank in seen:
         _, refused, _ = rank["interrupted in half an update"]
         assert "not completed the same number of steps (rank 0: 2, rank 1: 3)" in refused

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from penstock.errors import ModelError, UsageError
+from penstock.errors import ModelError, RunError, UsageError
 from penstock.pipeline.call_arguments import check_call, check_loss_kwargs, positional
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.first_inputs import carry_batch
@@ -134,6 +134,8 @@ class Batches:
         ranks, replicas = deployment.ranks, deployment.replication
         if training:
             replicas.ready()  # before anything else can raise: the other copies may wait for its answer
+            if deployment.counter.apart:
+                raise RunError(deployment.counter.apart)
         if self.state.without_values:
             self.state.check_values()
         ranks.changes.check()

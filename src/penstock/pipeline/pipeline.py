@@ -298,12 +298,7 @@ class Pipeline:
         Yields:
             A `TrainedStep` for each batch, in order.
         """
-        self._check_open()
-        if self._loop is not None and self._loop.is_running:
-            raise UsageError(
-                "this pipeline is in a train_steps() already; they do not nest. If you have left that loop and kept "
-                "what train_steps() returned, call close() on it"
-            )
+        self._check_not_in_loop()
         updates = Updates(optimizer, scheduler, clip, skip_nonfinite)
         updates.check_parameters([parameter for _, parameter in self.named_parameters()])
         parts = StepParts(
@@ -313,6 +308,7 @@ class Pipeline:
             together=self._step_of,
             take_count=self._take_count,
             is_recording=lambda: self._recorder is not None,
+            check_open=self._check_not_closed,
         )
         return self._train_steps(StepLoop(parts, updates), batches)
 
@@ -320,7 +316,7 @@ class Pipeline:
         return self.step(*call.args, target=call.target, loss_kwargs=call.loss_kwargs, **call.kwargs)
 
     def _train_steps(self, loop: StepLoop, batches: Iterable[Any]) -> Iterator[TrainedStep]:
-        self._check_open()  # a loop that was left may have an update to check
+        self._check_not_in_loop()  # when it begins, too; and a loop that was left may have an update to check
         self._loop = loop
         try:
             yield from loop.run(batches)
@@ -667,9 +663,20 @@ class Pipeline:
 
     def _check_open(self) -> None:
         """Before all that other ranks take part in: the pipeline is open, and no rank is in a step."""
+        self._check_not_closed()
+        self.settle()
+
+    def _check_not_closed(self) -> None:
         if self.closed:
             raise UsageError("this pipeline is closed; make a new one from the same model to go on")
-        self.settle()
+
+    def _check_not_in_loop(self) -> None:
+        self._check_open()
+        if self._loop is not None and self._loop.is_running:
+            raise UsageError(
+                "this pipeline is in a train_steps() already; they do not nest. If you have left that loop and kept "
+                "what train_steps() returned, call close() on it"
+            )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

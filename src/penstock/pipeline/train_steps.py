@@ -57,14 +57,15 @@ from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.model_state.state import ModelState
 from penstock.pipeline.trained_step import (
+    APART,
     CALL,
     Abandoned,
     FailedHere,
     TrainedStep,
     UncollectedStep,
     explain,
+    name_step,
     trained,
-    which_step,
 )
 from penstock.pipeline.weight_updates import WeightUpdates
 from penstock.runtime.engine.report import EndedStep, StepReport, StepResult, all_replicas, result_of
@@ -87,6 +88,7 @@ class StepParts:
     together: Callable[[Call], StepResult]  # a step that ends on all ranks together
     take_count: Callable[[int | None], None]  # of microbatches, where the batch says how many
     is_recording: Callable[[], bool]
+    check_open: Callable[[], None]
 
 
 class StepLoop:
@@ -108,6 +110,7 @@ class StepLoop:
         self.is_running = True
         try:
             for batch in batches:
+                self._parts.check_open()
                 call = self._call(batch)
                 together = self._why_together()
                 if together:
@@ -199,7 +202,7 @@ class StepLoop:
             try:
                 result = self._parts.together(call)
             except BaseException as error:
-                error.add_note(which_step(self._number))
+                name_step(error, self._number)
                 raise
             decision = weights.decide(None if result.loss is None else result.loss.item())
             updated = weights.update_with_all(self._number, decision)
@@ -208,6 +211,13 @@ class StepLoop:
     # -- steps that overlap
 
     def _step(self, call: Call) -> None:
+        try:
+            self._step_or_twice(call)
+        except BaseException as error:
+            name_step(error, self._number)
+            raise
+
+    def _step_or_twice(self, call: Call) -> None:
         """One step on this rank, and its update; once more where it ran on weights that were updated wrongly."""
         ranks, before = self._parts.deployment.ranks, self._uncollected
         interrupt: BaseException | None = None
@@ -318,7 +328,7 @@ class StepLoop:
         except BaseException as error:  # raised again, once this step is undone
             if isinstance(error, KeyboardInterrupt) and not before.ended.told:
                 raise
-            explain(error, before)
+            self._explain(error, before, runs)
             error.__cause__ = error.__cause__ or (self._weights.failed and self._weights.failed.__cause__)
             abandoned = Abandoned(error)
         self._uncollected = None
@@ -335,8 +345,13 @@ class StepLoop:
         try:
             self._read(step, "clipping, or a skip, of late")
         except BaseException as error:
-            explain(error, step)
+            self._explain(error, step)
             raise
+
+    def _explain(self, error: BaseException, step: UncollectedStep, runs: bool = False) -> None:
+        """Say what became of that step; where the ranks no longer belong together, none goes on."""
+        if not explain(error, step, runs):
+            self._parts.deployment.counter.apart = APART
 
     def _read(self, step: UncollectedStep, together: str = "") -> None:
         """The reports of a step, as its decision and its result; raises what went wrong anywhere."""
@@ -362,6 +377,8 @@ class StepLoop:
         if before.ended.told and before.ended.failure is None and before.can_be_undone:
             self._undo(before, error)
         if abandoned.interrupt is not None:
+            for note in getattr(error, "__notes__", ()):  # with which step to go on
+                abandoned.interrupt.add_note(note)
             raise abandoned.interrupt from error
         raise error from error.__cause__
 
@@ -371,6 +388,6 @@ class StepLoop:
         counter.step -= 1
         self._weights.undo()
         if not step.transaction.take_back():
-            counter.step += 1  # so that no rank goes on: the models no longer belong together
+            counter.apart = APART
             error.add_note("this rank could not undo all of it: load a checkpoint on every rank")
         parts.deployment.ranks.give_back()

@@ -7,13 +7,17 @@ from dataclasses import dataclass, fields
 
 from torch import Tensor
 
-from penstock.errors import PeerFailure, UsageError
+from penstock.errors import PeerFailure, RunError, UsageError
 from penstock.optim.updates import AS_IS, UpdateDecision
 from penstock.runtime.engine.report import EndedStep, StepResult, failure_of
 from penstock.runtime.state.transaction import Transaction
 
 CALL = "train_steps()"
 _UPDATE = "update after step"
+APART = (
+    f"an earlier step of {CALL} was not completed, or not updated, on every rank, so that the ranks no longer "
+    f"belong together; load a checkpoint on every rank, or make the Pipeline anew"
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,12 @@ def which_step(number: int) -> str:
     return f"in step {number} of {CALL}, counted from 0"
 
 
+def name_step(error: BaseException, number: int) -> None:
+    """Have an error say in which step it was, unless it does so."""
+    if not any(f" of {CALL}, counted from 0" in note for note in getattr(error, "__notes__", ())):
+        error.add_note(which_step(number))
+
+
 def failed_update(rank: int, number: int, error: BaseException) -> PeerFailure:
     """The error of a rank in the update after that step, as all ranks are told of it."""
     failure = failure_of(rank, error, None)
@@ -94,26 +104,38 @@ def explain_update(error: BaseException, number: int) -> None:
     )
 
 
-def explain(error: BaseException, step: UncollectedStep) -> None:
-    """Which step it was, and what became of the weights, as a note of the error."""
+def explain(error: BaseException, step: UncollectedStep, runs: bool = False) -> bool:
+    """Which step it was, and what became of the weights, as a note of the error. Returns whether the ranks still belong
+    together.
+
+    With `runs`, this rank was in the step after it.
+    """
     told = step.ended.told
     failures = {rank: report.failure for rank, report in enumerate(told) if report.failure is not None}
     text = which_step(step.number)
     if any((failure.action or "").startswith(_UPDATE) for failure in failures.values()):
-        return explain_update(error, step.number - 1)
-    if told and (len(failures) == len(told) or step.can_be_undone):
+        explain_update(error, step.number - 1)
+        return False
+    if told and isinstance(error, RunError) and not failures:  # the steps that the ranks have completed differ
+        error.add_note(text)
+        return False
+    belong = bool(told) and (len(failures) == len(told) or step.can_be_undone)
+    if belong:
         text += "; it is undone on every rank, and the weights are those of the step before it"
     elif failures:
         text += (
             f"; rank {', '.join(map(str, failures))} could not end it, and the others had ended it and updated their "
             f"weights, so that the ranks no longer belong together: load a checkpoint on every rank"
         )
-    elif not told and step.is_updated:
-        text += (
-            "; this rank has ended it and updated its weights, without knowing what became of it on the others: load a "
-            "checkpoint on every rank"
+    elif told:
+        text += "; all ranks had ended it and updated their weights: load a checkpoint on every rank"
+    elif step.is_updated:
+        text = (
+            f"{which_step(step.number + runs)}; this rank has updated its weights after step {step.number}, without "
+            f"knowing what became of it on the others: load a checkpoint on every rank"
         )
     error.add_note(text)
+    return belong or not (told or step.is_updated)
 
 
 def changed_in_body(changed: Tensor | str, parameters: Iterable[tuple[str, Tensor]]) -> UsageError:

@@ -20,7 +20,7 @@ from penstock.optim.snapshot import UpdateSnapshot
 from penstock.optim.updates import AS_IS, ORDER, UpdateDecision, Updates
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.model_state.state import ModelState
-from penstock.pipeline.trained_step import changed_in_body, explain_update, failed_update
+from penstock.pipeline.trained_step import APART, changed_in_body, explain_update, failed_update
 from penstock.runtime.transport.failure.peer_failures import placed
 
 Found = TypeVar("Found")
@@ -90,6 +90,7 @@ class WeightUpdates:
             agree(lambda: made.append(update()), exchange, describe=describe, refuse=lambda _, failure: failure)
         except Exception as error:
             explain_update(error, number)
+            self._deployment.counter.apart = APART
             raise
         return made[0]
 

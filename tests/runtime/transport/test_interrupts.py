@@ -112,9 +112,29 @@ def test_it_is_held_back_for_a_message_and_raised_after_it() -> None:
         a_message()
         with pytest.raises(KeyboardInterrupt):
             CTRL_C.raise_held()
+        ctrl_c()  # the step is being left because of the first one: it waits for that
+        assert not CTRL_C.cut
         with pytest.raises(KeyboardInterrupt):
-            ctrl_c()  # nothing is held: as ever
+            ctrl_c()  # one more does not
+        assert CTRL_C.cut
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_one_that_comes_while_another_is_raised_is_not_raised_after_it_and_its_notes_stay() -> None:
+    def step(error: BaseException) -> None:
+        with CTRL_C.around_step():
+            CTRL_C.end_step()
+            ctrl_c()
+            error.add_note("in step 3")
+            raise error
+
+    first = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt) as raised:
+        step(first)
+    assert raised.value is first
+    with pytest.raises(KeyboardInterrupt) as raised:
+        step(PeerFailure(1, "broken"))
+    assert raised.value.__notes__ == ["in step 3"]  # which step it was is known to this rank too
 
 
 def test_a_wait_may_be_left_but_not_where_the_step_ends_and_the_second_one_never_waits() -> None:

@@ -231,6 +231,7 @@ class _Restoring:
             restore_generators(self._generators)
         clock = pipe.deployment.counter
         clock.seed, clock.step, clock.evaluations = self._clock
+        clock.apart = ""
         return Loaded(
             step=manifest.step,
             path=self._contents.path,

@@ -39,7 +39,7 @@ from penstock.runtime.engine.report import EndedStep, StepReport, failure_of, no
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.engine.step_input import Refused, StepInput
 from penstock.runtime.transport import Transport
-from penstock.runtime.transport.channel import Incoming, Outgoing
+from penstock.runtime.transport.channel import ChannelEnds, Incoming, Outgoing
 from penstock.runtime.transport.failure.peer_failures import stopped_by_force
 from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.schedule import Action, Op, Schedule, Span
@@ -88,6 +88,11 @@ class Executor:
         else:
             self.handlers[op] = handler
         self._prepared.clear()
+
+    def forget_channels(self) -> None:
+        """Hold no end of a channel any more, and so no connection."""
+        self._prepared.clear()
+        self.mailbox.ends = ChannelEnds()
 
     def _prepare(self, program: Schedule) -> PreparedProgram:
         prepared = self._prepared.get(id(program))

@@ -263,6 +263,10 @@ class LocalRanks:
         for transaction in self.transactions:
             transaction.undo_late()
 
+    def _is_lost(self) -> bool:
+        """Whether a peer in another process is lost. (Threads have no link that could be.)"""
+        return self.transports[0].holds_interrupts and self.transports[0].broken is not None
+
     def _late_ranks(self) -> Iterable[int]:
         return () if self._threads is None else self._threads.late
 
@@ -270,7 +274,11 @@ class LocalRanks:
         stages = {rank: executor.stages for rank, executor in self.executors.items()}
         last = None if self.last is None else self.last.rank
         one_process = all(isinstance(each, ThreadTransport) for each in self.transports)
-        return Transaction(stages, last, self.counter, self._late_ranks, atomic=self._atomic, one_process=one_process)
+        return Transaction(
+            *(stages, last, self.counter, self._late_ranks, self._is_lost),
+            atomic=self._atomic,
+            one_process=one_process,
+        )
 
     @contextmanager
     def evaluating(self, held: Iterable[torch.nn.Module]) -> Iterator[None]:
@@ -314,6 +322,8 @@ class LocalRanks:
         if self._threads is not None:
             self._threads.close()
             self._threads = None
+        for executor in self.executors.values():
+            executor.forget_channels()
         for transport in self.transports:
             transport.close()
 

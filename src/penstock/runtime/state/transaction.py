@@ -53,7 +53,7 @@ class Transaction:
     """Restores the model's state on this process's ranks when a step fails.
 
     `stages` are those of each rank, `last` is the rank that computes the loss, if it is here, and `late` are the ranks
-    that have not left a step that failed.
+    that have not left a step that failed. `is_lost` says whether a rank of another process is lost for good.
     """
 
     def __init__(
@@ -62,12 +62,14 @@ class Transaction:
         last: int | None,
         counter: StepCounter,
         late: Callable[[], Iterable[int]],
+        is_lost: Callable[[], bool],
         *,
         atomic: bool = False,
         one_process: bool = True,
     ) -> None:
         self._counter = counter
         self._late = late
+        self._is_lost = is_lost  # whether a peer is, so that no step can follow
         self._atomic = atomic
         self._one_process = one_process  # no other process has ranks of this pipeline
         self._stages, self._last = stages, last
@@ -177,7 +179,7 @@ class Transaction:
             )
         elif training and not lost and not isinstance(error, (ModelError, UsageError)):  # these mostly come before
             causes = (each.cause for each in (error, error.__cause__) if isinstance(each, PeerFailure))
-            is_lost = any(REBUILD in cause for cause in causes)
+            is_lost = self._is_lost() or any(REBUILD in cause for cause in causes)
             error.add_note(
                 "this step is undone: gradients, buffers, counters and random numbers are as before it"
                 + ("" if is_lost else ", and it can be run again")

@@ -13,9 +13,11 @@ What comes while the step ends (a matter of a few messages) waits for that, but 
 after the step, of which the others know nothing: they would wait for this rank in the next one. So in a loop of steps
 it is owed until that one begins, and told to all there.
 
-The second Ctrl-C never waits. Where it ends a step in the middle of a message, or before the messages of the step are
-off the wires, no later step could tell whose they are: the group is given up (`cut`, `stopped_by_force`), and every
-rank is told so.
+Once a Ctrl-C was raised, the step is being left: the next one waits for that in the same way, so that it cannot take
+the rank out of the step before the others have heard of the first. One more never waits, as the second does not that
+comes while the first is held back. Where it ends a step in the middle of a message, or before the messages of the step
+are off the wires, no later step could tell whose they are: the group is given up (`cut`, `stopped_by_force`), and
+every rank is told so.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from __future__ import annotations
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 from types import CodeType, FrameType
@@ -57,7 +59,8 @@ def _must_end(frame: FrameType | None) -> bool:
 class _CtrlC:
     """There is one of these, as there is one handler in a process.
 
-    `since`: when one came that is held back, or 0. `cut`: whether one was raised in the middle of a message.
+    `since`: when one came that is held back, or 0. `cut`: whether one was raised in the middle of a message, or of
+    leaving the step because of another.
     `owed`: one of a step that is complete, which the next step raises.
     """
 
@@ -66,6 +69,7 @@ class _CtrlC:
         self.since = 0.0
         self.ending = False
         self.cut = False
+        self._left = False  # the step, because of one
         self.owed: KeyboardInterrupt | None = None
         self._before: Any = None
 
@@ -80,20 +84,26 @@ class _CtrlC:
             yield
             return
         self._before, self.held, self.ending, self.cut, self.since = before, True, False, False, 0.0
-        complete = False
+        self._left, complete, raised = False, False, None
         try:
             signal.signal(signal.SIGINT, self._handle)
             yield
             complete = True
+        except BaseException as error:
+            raised = error
+            raise
         finally:
             self.held = True
             signal.signal(signal.SIGINT, before)
             self._before, self.held = None, False
-            if self.since:
-                self.since = 0.0
-                self._late(before, complete, in_loop)
+            late, self.since = self.since, 0.0
+            try:
+                if late and not isinstance(raised, KeyboardInterrupt):  # else it is what the user wants already
+                    self._late(before, complete, in_loop, getattr(raised, "__notes__", ()))
+            finally:
+                del raised  # which holds this frame
 
-    def _late(self, handler: Callable[..., Any], complete: bool, in_loop: bool) -> None:
+    def _late(self, handler: Callable[..., Any], complete: bool, in_loop: bool, notes: Iterable[str]) -> None:
         """What came while the step was being ended; the other ranks may not have heard of it."""
         try:
             handler(signal.SIGINT, None)
@@ -101,8 +111,8 @@ class _CtrlC:
             if complete and in_loop:
                 self.owed = error
                 return
-            if complete:
-                error.add_note("this came as the step was ending: the step is complete")
+            for note in ("this came as the step was ending: the step is complete",) if complete else notes:
+                error.add_note(note)
             raise
 
     def begin_step(self) -> None:
@@ -131,12 +141,16 @@ class _CtrlC:
         if not self.since and (self.held or must_end):
             self.since = monotonic()
         else:
-            self.since, self.cut = 0.0, self.cut or must_end
-            self._before(number, frame)
+            self._raise(frame, cut=must_end)
 
-    def _raise(self) -> None:
+    def _raise(self, frame: FrameType | None = None, cut: bool = False) -> None:
         self.since = 0.0
-        self._before(signal.SIGINT, None)
+        try:
+            self._before(signal.SIGINT, frame)
+        except BaseException:
+            self.cut = self.cut or cut or self._left
+            self._left = self.held = True
+            raise
 
 
 CTRL_C = _CtrlC()

@@ -211,6 +211,7 @@ class StepLoop:
     # -- steps that overlap
 
     def _step(self, call: Call) -> None:
+        """One step on this rank, whose errors name it."""
         try:
             self._step_or_twice(call)
         except BaseException as error:

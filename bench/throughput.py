@@ -20,11 +20,11 @@ threads   ranks as threads of one process against ranks as processes
 overlap   20 steps of the model with AdamW: `train_steps`, where steps overlap, against a loop of `step`, without
           clipping and with it (it never bites). `predicted` is what the simulator makes of a recorded step, the median
           of one per round: 20 times makespan and update against one makespan and 19 periods; `of gain` is the share of
-          that gain that there was (1 where none is predicted). One pipeline runs both: of two, each has its own
-          memory, and by where that lies their computes differed by up to 4 %. `as busy` is the prediction times `busy`:
-          where ranks overlap, both cores compute all the time, and what they share (memory, caches) may make the same
-          work take longer. Few microbatches, 4, so that there is something to gain. One schedule (`--overlapping`) and
-          one of `--clips` take about 80 s per round on two cores that do 50 GFLOP/s each
+          that gain that there was (1 where none is predicted). One pipeline runs both, so that both compute in the
+          same memory. `as busy` is the prediction times `busy`: where ranks overlap, both cores compute all the time,
+          and what they share (memory, caches) may make the same work take longer; so does whatever else is on the
+          machine in that round. Few microbatches, 4, so that there is something to gain. One schedule
+          (`--overlapping`) and one of `--clips` take about 80 s per round on two cores that do 50 GFLOP/s each
 
 The idle share is the simulator's, for forward, input and weight gradients of equal cost. `busy` is the ratio of
 processor time (see `common.Times`).

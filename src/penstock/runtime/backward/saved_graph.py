@@ -78,10 +78,6 @@ class SavedGraph:
         if extra:
             self.extra = [_edge_of(value) for _, value in extra if value.requires_grad]
 
-    def forget_graph(self) -> None:
-        """The forward will run again: drop what it has recorded."""
-        self.roots, self.loss, self.extra, self.deferred = {}, None, [], None
-
     def backward(
         self,
         gradients: Mapping[int, Sequence[Tensor | None]],

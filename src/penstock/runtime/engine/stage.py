@@ -31,6 +31,7 @@ from penstock.runtime.state.buffers import Buffers
 from penstock.runtime.state.ownership import GuardedPart, check_unwritten, versions
 from penstock.runtime.state.phase import NOW, Phase
 from penstock.runtime.state.randomness import StageRandomness
+from penstock.runtime.transport.handover import alias
 
 LossOf = Callable[[Any], Tensor | None]  # the output of the last stage -> its loss
 Forward = tuple[dict[int, Any], Tensor | None, list[tuple[str, Tensor]]]  # payload by consumer, loss, extra losses
@@ -47,11 +48,18 @@ class StageInput(NamedTuple):
     split_backward: bool = False  # its backward comes as I and W
     recompute: bool = False  # its forward runs again when the backward is due
 
-    def with_own_containers(self, split_backward: bool) -> StageInput:
-        """The same tensors in containers of their own."""
-        value = (dict(self.arrived), self.args, dict(self.kwargs))
-        arrived, args, kwargs = pytree.tree_map(lambda leaf: leaf, value)
-        return self._replace(arrived=arrived, args=args, kwargs=kwargs, split_backward=split_backward)
+    def with_own_containers(self) -> StageInput:
+        """Return the same tensors in containers of their own."""
+        return self._mapped(lambda leaf: leaf)
+
+    def aliased(self) -> StageInput:
+        """Return the same values as other tensors, whose hooks and gradients are their own."""
+        made: dict[int, Any] = {}  # a tensor that came twice stays one
+        return self._mapped(lambda leaf: made.setdefault(id(leaf), alias(leaf)))
+
+    def _mapped(self, of_leaf: Callable[[Any], Any]) -> StageInput:
+        arrived, args, kwargs = pytree.tree_map(of_leaf, (dict(self.arrived), self.args, dict(self.kwargs)))
+        return self._replace(arrived=arrived, args=args, kwargs=kwargs)
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -146,11 +154,12 @@ class Stage:
             versions((dict(stage_input.arrived), stage_input.args, dict(stage_input.kwargs))),
         )
         attributes = self._attributes.before()
+        # Hooks that the stage puts on what arrived must go with this forward: the next one puts them there again.
+        first = stage_input.aliased()._replace(split_backward=learns)
         with nullcontext() if learns else saved_tensors_hooks(_save_small_only, _never_unpack):
-            results = self._run(graph, stage_input.with_own_containers(split_backward=learns), "checkpointing")
+            results = self._run(SavedGraph(graph.microbatch, first.arrived), first, "checkpointing")
         self._buffers.after(buffers)
         self._attributes.after(attributes)
-        graph.forget_graph()
         precision = self.precision
 
         def again() -> None:
@@ -158,9 +167,7 @@ class Stage:
             what = f"what stage {self.part.index} was given for microbatch {stage_input.microbatch}"
             check_unwritten(what, watched, "between its forward and its recomputation, by its maker or the user")
             with self._buffers.as_they_were(buffers), self._attributes.as_they_were(attributes):
-                self._run(
-                    graph, stage_input.with_own_containers(split_backward=stage_input.split_backward), "recomputing"
-                )
+                self._run(graph, stage_input.with_own_containers(), "recomputing")
 
         graph.recompute = again
         return results

@@ -88,7 +88,6 @@ class Case:
     precision: str | None = None
     evaluate: bool = False
     fault: tuple[int, int, str, int] | None = None  # step, stage, forward or backward, microbatch
-    atomic: bool = False  # a failed step leaves gradients that were there before as they were
     seed: int = 0
 
     @property
@@ -197,14 +196,11 @@ class Case:
         if self.clip is not None and self.optimizer is None:
             return False
         if self.fault is None:
-            return not self.atomic
+            return True
         step, stage, _, microbatch = self.fault
         if step >= self.steps or stage >= stages or microbatch >= self.microbatches or self.way == "graph":
             return False
-        if "Fork" in (ends[stage], self.stages[stage][0].kind):
-            return False
-        fresh = self.to_none and self.every == 1 and (self.optimizer is not None or step == 0)
-        return self.atomic or fresh
+        return "Fork" not in (ends[stage], self.stages[stage][0].kind)
 
     @property
     def _units_are_layers(self) -> bool:
@@ -333,9 +329,7 @@ def _with_more(chance: random.Random, case: Case, without: set[str], maybe: Any)
         case = _with_a_shared_layer(chance, case)
     if maybe(0.15, "faults"):
         fault = (chance.randrange(case.steps), chance.randrange(stages), chance.choice(("forward", "backward")))
-        case = replace(case, fault=(*fault, chance.randrange(case.microbatches)), atomic=maybe(0.5))
-        if not case.atomic:
-            case = replace(case, every=1, to_none=True)
+        case = replace(case, fault=(*fault, chance.randrange(case.microbatches)))
     return case
 
 

@@ -196,7 +196,6 @@ def options(case: Case) -> Iterator[str]:
         yield f"mesh=mesh,\n        parallel_options=penstock.ParallelOptions(replicate={case.replicate!r}),"
     yield f"recompute={case.recompute!r},"
     yield f"precision={case.precision!r},"
-    yield from ["atomic=True,"] * case.atomic
     yield "seed=7,"
 
 

@@ -14,7 +14,6 @@ __all__ = ["shrink", "smaller"]
 FAMILIES = ("gpipe", "1f1b", "zb-h1")  # the simplest first; always to a simpler one, so that it ends
 
 SIMPLE: dict[str, Any] = {  # from what is most worth being rid of
-    "atomic": False,
     "fault": None,
     "clip": None,
     "evaluate": False,
@@ -36,7 +35,7 @@ SIMPLE: dict[str, Any] = {  # from what is most worth being rid of
     "seed": 0,
 }
 
-ALONG: dict[str, dict[str, Any]] = {"side": {"side_at": ()}, "fault": {"atomic": False}, "optimizer": {"clip": None}}
+ALONG: dict[str, dict[str, Any]] = {"side": {"side_at": ()}, "optimizer": {"clip": None}}
 
 
 def smaller(case: Case) -> Iterator[Case]:

@@ -169,11 +169,10 @@ class Writes(nn.Module):
         return F.batch_norm(self.layer(x), self.norm_mean, self.norm_var, training=True)
 
 
-@pytest.mark.parametrize("atomic", [False, True])
-def test_layers_that_write_in_eval_mode_are_put_back(atomic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_write_in_eval_mode_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contents, "LARGE_BYTES", 64 * 1024)
     first = Writes()
-    pipe = penstock.Pipeline([first, Writes()], microbatches=3, loss_fn=F.mse_loss, atomic=atomic)
+    pipe = penstock.Pipeline([first, Writes()], microbatches=3, loss_fn=F.mse_loss)
     x, y = torch.randn(6, 4), torch.randn(6, 4)
     for _ in range(2):
         pipe.step(x, target=y)
@@ -185,9 +184,8 @@ def test_layers_that_write_in_eval_mode_are_put_back(atomic: bool, monkeypatch: 
         assert first.late is None
     assert first.calls == 6
     first.writes_table = True
-    if not atomic:  # with it, large ones are copied too
-        with pytest.raises(RunError, match="wrote to table of Writes, which earlier ones did not"):
-            pipe.evaluate(x, target=y)
+    with pytest.raises(RunError, match="wrote to table of Writes, which earlier ones did not"):
+        pipe.evaluate(x, target=y)
     before = state(pipe)
     pipe.evaluate(x, target=y)  # known by now
     torch.testing.assert_close(state(pipe), before, rtol=0, atol=0)

@@ -92,7 +92,7 @@ class Calls:
 
     def undone_if_it_fails(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Any:
         """The model's output for one batch; a call that fails leaves the model as it was."""
-        with self.turn, self.ranks.transactions[0](training=True):
+        with self.turn, self.ranks.transactions[0](training=True, adds=False, runs_hooks=False):
             return self(args, kwargs, training)
 
 

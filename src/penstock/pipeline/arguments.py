@@ -142,7 +142,6 @@ def _value_of(kind: type) -> ArgumentRule:
 _COUNT = ArgumentRule(is_count, "pass a whole number")
 RULES = {
     "recompute": choice("never", "except_last", "always"),
-    "atomic": choice(False, True),
     "microbatches": _COUNT,
     "stages": ArgumentRule(lambda value: is_count(value) and value >= 1, "pass a whole number, at least 1"),
     "example": ArgumentRule(
@@ -200,7 +199,7 @@ def alike(given: Mapping[str, Any]) -> dict[str, str]:
     """What all ranks must have been given alike, in words."""
     loss, batch = given["loss_options"], given["batch_options"]
     return {
-        **{name: str(given[name]) for name in ("recompute", "atomic", "timeout")},
+        **{name: str(given[name]) for name in ("recompute", "timeout", "seed")},
         "loss reduction": str(loss.reduction),
         "loss per microbatch": str(loss.per_microbatch),
         "loss weight": "none" if loss.weight is None else "one",

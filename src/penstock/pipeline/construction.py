@@ -98,7 +98,7 @@ class Construction:
         transports = self.world.transports(chosen.ranks, asked.devices)
         if isinstance(self.world.transport, DistributedTransport):
             composition.name_axes(self.world.transport)
-        local = LocalRanks(staged, chosen.placement, transports, counter, places, atomic=asked.atomic)
+        local = LocalRanks(staged, chosen.placement, transports, counter, places)
         local.precision = self._precision
         local.keeps_casts = composition.replicate != "fsdp"
         deployment = Deployment(self.world, staged, programs, local, counter, places)

@@ -79,7 +79,6 @@ class Pipeline:
         timeout: Seconds without a sign of life after which a rank counts as stalled.
         init: A function of (name, tensor) that fills the parameters of a model built under `penstock.lazy()`.
         keep_model: Whether this process keeps the initial values of stages that belong to other ranks.
-        atomic: Whether a step that fails also restores the gradients that were there before it.
         loss_options: How the losses of microbatches make the loss of the batch.
         batch_options: How batches are split into microbatches.
         cut_options: How the model is cut, beyond where.
@@ -111,7 +110,6 @@ class Pipeline:
         timeout: float = 60.0,
         init: Callable[[str, Tensor], Any] | None = None,
         keep_model: bool = False,
-        atomic: bool = False,
         loss_options: LossOptions = LossOptions(),
         batch_options: BatchOptions = BatchOptions(),
         cut_options: CutOptions = CutOptions(),
@@ -250,8 +248,8 @@ class Pipeline:
             if self.batches.options.split is not None:
                 self._take_count(self.batches.take_lengths(call))
             program = deployment.programs.program
-            set_aside = deployment.replication.sets_aside
-            with deployment.ranks.transactions[0](training=True, set_aside=set_aside, loss_fn=self.loss_fn):
+            adds = not deployment.replication.sets_aside
+            with deployment.ranks.transactions[0](training=True, adds=adds, loss_fn=self.loss_fn):
                 wall_start = None if self._recorder is None else self._recorder.begin()
                 tied = deployment.tied.summed() if deployment.tied.groups else nullcontext()
                 with tied, deployment.replication.step(program, training=True) as replica:

@@ -187,6 +187,9 @@ class StepLoop:
             "a GradScaler": self._weights.scaler is not None,
             "hooks of the optimizer, or objects that it holds": self._weights.updates.depends_on_all
             and not self._weights.updates.can_be_taken_back,
+            "hooks of parameters that want complete gradients": any(
+                each._post_accumulate_grad_hooks for each in self._parts.state.parameters()
+            ),
             "BatchOptions(inputs='first')": batches.options.inputs == "first",
             "by_tokens without the lengths on every rank": batches.options.split is not None
             and not batches.have_lengths,
@@ -272,8 +275,8 @@ class StepLoop:
         failed = self._weights.failed or (None if self._uncollected is None else self._uncollected.ended.failure)
         mine: UncollectedStep
         try:
-            set_aside = deployment.replication.sets_aside
-            with transaction(training=True, set_aside=set_aside, loss_fn=parts.batches.loss_fn):
+            adds = not deployment.replication.sets_aside
+            with transaction(training=True, adds=adds, loss_fn=parts.batches.loss_fn):
                 ended = self._run_without_exchange(call, program, refused or failed)
                 mine = UncollectedStep(self._number, ended, program.microbatches, transaction)
                 try:

@@ -39,7 +39,7 @@ from penstock.runtime.state.randomness import (
     unit_stream,
 )
 from penstock.runtime.state.transaction import Transaction
-from penstock.runtime.transport import ThreadTransport, Transport
+from penstock.runtime.transport import Transport
 from penstock.runtime.transport.compiling import listen_to_dynamo
 from penstock.runtime.transport.failure.peer_failures import stopped_by_force
 from penstock.runtime.transport.interrupts import CTRL_C
@@ -72,10 +72,8 @@ class LocalRanks:
         counter: StepCounter,
         devices: Mapping[int, torch.device | None],
         stage_type: type[Stage] = Stage,
-        atomic: bool = False,
     ) -> None:
         self.counter = counter
-        self._atomic = atomic
         self._stage_type = stage_type
         self._devices = devices
         self.transports = list(transports)
@@ -127,9 +125,7 @@ class LocalRanks:
         """The ranks for another cut, on the same transports; these must not be used any more."""
         if self._threads is not None:
             self._threads.workers.stop()
-        after = LocalRanks(
-            staged, placement, self.transports, self.counter, self._devices, self._stage_type, self._atomic
-        )
+        after = LocalRanks(staged, placement, self.transports, self.counter, self._devices, self._stage_type)
         after.precision, after.keeps_casts = self.precision, self.keeps_casts
         return after
 
@@ -273,12 +269,7 @@ class LocalRanks:
     def _make_transaction(self) -> Transaction:
         stages = {rank: executor.stages for rank, executor in self.executors.items()}
         last = None if self.last is None else self.last.rank
-        one_process = all(isinstance(each, ThreadTransport) for each in self.transports)
-        return Transaction(
-            *(stages, last, self.counter, self._late_ranks, self._is_lost),
-            atomic=self._atomic,
-            one_process=one_process,
-        )
+        return Transaction(stages, last, self.counter, self._late_ranks, self._is_lost)
 
     @contextmanager
     def evaluating(self, held: Iterable[torch.nn.Module]) -> Iterator[None]:

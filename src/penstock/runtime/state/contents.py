@@ -6,8 +6,8 @@ reads it for each microbatch. Where a tensor lies is noted as well, so that `set
 `.data` can be taken back.
 
 A tensor above `LARGE_BYTES` that a whole step has left alone is most likely a table that never changes (a mask, frozen
-weights): its copy is let go of, and only its version is watched, unless all copies are asked for. If a later step does
-write to it, it is `lost`, and whoever puts things back has to say so.
+weights): its copy is let go of, and only its version is watched. If a later step does write to it, it is `lost`, and whoever
+puts things back has to report so.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ LARGE_BYTES = 16 * 2**20
 
 
 class Contents:
-    """Of any tensors; `every`: also of large ones that do not seem to change."""
+    """The contents of any tensors."""
 
-    def __init__(self, every: bool = False) -> None:
-        self._every = every
+    def __init__(self) -> None:
         self.kept: dict[int, _Kept] = {}
         self.lost: list[Tensor] = []  # changed, and without a copy
 
@@ -66,8 +65,6 @@ class Contents:
 
     def left_alone(self) -> None:
         """A step has ended well: the copies of large tensors that it has not changed are let go of."""
-        if self._every:
-            return
         with torch.no_grad():
             for kept in self.kept.values():
                 if kept.large and kept.copy is not None and kept.has_the_same():

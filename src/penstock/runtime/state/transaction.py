@@ -4,9 +4,12 @@ Before a step, a look is taken at all that its computes may change: buffers (`co
 (`attribute_changes`), modes, the generators of Python and numpy, and which parameters have gradients. (torch's own
 generator is put back after every step, see `randomness`; the numbers of the pipeline's own streams follow from the
 count of steps, which only a step that ends well moves.) After a failure all of it is put back: gradients that the step
-has made are dropped. Those that were there before are added to in place, and are copied beforehand only if that is
-asked for (`atomic`): a sum that is kept apart and added at the end would be another sum. Replicas set them aside in any
-case.
+has made are dropped. Those that were there before are added to in place, and are copied beforehand: a sum that is kept
+apart and added at the end would be another sum. Replicas set them aside, so that nothing is copied.
+
+What hooks do with complete gradients (`register_post_accumulate_grad_hook`: an optimizer in the backward, say) could
+not be put back, and a gradient is complete only when the last microbatch, the tied weights of other ranks and the
+replicas have been added. So these hooks are held during a step, and run once when it has ended well.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from torch import Tensor, nn
 from penstock.errors import REBUILD, ModelError, PeerFailure, RunError, UsageError
 from penstock.model.original.placeholders import is_away
 from penstock.runtime.state.attribute_changes import AttributeSnapshots, Key, ModuleSnapshot, Restorable, is_trained
-from penstock.runtime.state.contents import Contents
+from penstock.runtime.state.contents import LARGE_BYTES, Contents
 from penstock.runtime.state.ownership import version_of
 from penstock.runtime.state.randomness import StepCounter
 
@@ -40,6 +43,9 @@ def modules_of(function: Any) -> list[nn.Module]:
         return [owner] if isinstance(owner, nn.Module) else []
     inside = inspect.getclosurevars(function)
     return [each for each in (*inside.nonlocals.values(), *inside.globals.values()) if isinstance(each, nn.Module)]
+
+
+Hooks = dict[int, Callable[[Tensor], object]]  # of a parameter, by number
 
 
 class HasModule(Protocol):
@@ -63,24 +69,25 @@ class Transaction:
         counter: StepCounter,
         late: Callable[[], Iterable[int]],
         is_lost: Callable[[], bool],
-        *,
-        atomic: bool = False,
-        one_process: bool = True,
     ) -> None:
         self._counter = counter
         self._late = late
         self._is_lost = is_lost  # whether a peer is, so that no step can follow
-        self._atomic = atomic
-        self._one_process = one_process  # no other process has ranks of this pipeline
         self._stages, self._last = stages, last
-        self._ranks = {rank: _RankState(atomic) for rank in stages}
+        self._ranks = {rank: _RankState() for rank in stages}
         self._inside = False
         self._undo_last: Callable[[], None] | None = None
         self._versions: dict[int, list[tuple[Tensor, int]]] = {}  # of parameters, when a step failed: by rank
 
     @contextmanager
-    def __call__(self, *, training: bool, set_aside: bool = False, loss_fn: Any = None) -> Iterator[Transaction]:
-        """Around a step, or an evaluation. `set_aside`: gradients of earlier steps are not added to in place."""
+    def __call__(
+        self, *, training: bool, adds: bool = True, runs_hooks: bool = True, loss_fn: Any = None
+    ) -> Iterator[Transaction]:
+        """Surround a step, or an evaluation.
+
+        `adds`: a step adds to the gradients of earlier ones in place. `runs_hooks`: it has backwards, and hooks of
+        parameters that want complete gradients.
+        """
         if self._inside:  # before anything is looked at: a step that runs is in between
             raise UsageError("this pipeline is in a step already; use it from one thread at a time")
         self._inside = True
@@ -89,19 +96,24 @@ class Transaction:
                 modules = [stage.module for stage in self._stages[number].values()]
                 if number == self._last and loss_fn is not None:
                     modules += self._loss_modules(loss_fn)
-                rank.take(modules, gradients=training, copied=self._atomic and not set_aside)
+                rank.take(modules, gradients=training, copied=training and adds)
+                if training and runs_hooks:
+                    rank.hold_hooks()
             step, evaluations, others = self._counter.step, self._counter.evaluations, _other_generators()
             try:
                 yield self
             except BaseException as error:
                 self._undo(others, (step, evaluations))
-                self._explain(error, training, set_aside)
+                self._explain(error, training)
                 raise
+            complete = [hook for rank in self._ranks.values() for hook in rank.release_hooks()]
             for rank in self._ranks.values():
                 rank.left_alone()
             self._undo_last = partial(self._undo, others, (step, evaluations))
         finally:
             self._inside = False
+        for run in complete:
+            run()
 
     def take_back(self) -> bool:
         """Undo the last step all the same, though it ended well, but for gradients; returns whether all is as before.
@@ -141,8 +153,10 @@ class Transaction:
             try:
                 others()
                 self._versions = {number: self._ranks[number].versions() for number in self._late()}
-                for rank in self._ranks.values():
+                for number, rank in self._ranks.items():
                     rank.put_back()
+                    if number not in self._versions:
+                        rank.release_hooks()
                 break
             except KeyboardInterrupt as error:
                 again = error
@@ -160,22 +174,18 @@ class Transaction:
                     f"the state again with pipe.load_state_dict(), which waits for such a rank"
                 )
             self._ranks[number].put_back()
+            self._ranks[number].release_hooks()
 
-    def _explain(self, error: BaseException, training: bool, set_aside: bool) -> None:
-        """What became of the model, as a note of the error."""
+    def _explain(self, error: BaseException, training: bool) -> None:
+        """Add a note to the error about what became of the model."""
         ranks = self._ranks.values()
-        had, mixed = (len(set().union(*each)) for each in zip(*((rank.had, rank.mixed) for rank in ranks), strict=True))
         lost = [name for rank in ranks for name in rank.lost()]
-        if mixed:
+        written = {id(parameter) for rank in ranks for parameter in rank.written()}
+        if written:
             error.add_note(
-                f"this step has added a part of its own to the gradients of {mixed} of the {had} parameters that had "
-                f"some before it; call zero_grad() before the next step. Pipeline(..., atomic=True) keeps a copy of "
-                f"such gradients, and puts it back"
-            )
-        elif had and not (self._atomic or set_aside or self._one_process):
-            error.add_note(
-                "the gradients of this rank are as before the step; those of other ranks may contain a part of the "
-                "failed step: call zero_grad() on every rank before the next step, or use Pipeline(..., atomic=True)"
+                f"the model's own code has written to {len(written)} parameters in this step (in a forward, or in a "
+                f"hook that updates weights), which is not undone: load them again, or change parameters between "
+                f"steps only"
             )
         elif training and not lost and not isinstance(error, (ModelError, UsageError)):  # these mostly come before
             causes = (each.cause for each in (error, error.__cause__) if isinstance(each, PeerFailure))
@@ -187,7 +197,7 @@ class Transaction:
         if lost:
             error.add_note(
                 f"the step has written to {', '.join(lost)}, which no step had done before, so that no copy was kept "
-                f"to restore; Pipeline(..., atomic=True) copies large buffers before every step"
+                f"to restore (of buffers above {LARGE_BYTES // 2**20} MiB); load the state again"
             )
         if self._versions:
             error.add_note(
@@ -199,17 +209,17 @@ class Transaction:
 class _RankState:
     """The stages of one rank as they were."""
 
-    def __init__(self, every: bool) -> None:
+    def __init__(self) -> None:
         self._modules: Sequence[nn.Module] = ()
         self._snapshots = _TensorsAndAttributes()
         self._attributes: Mapping[int, ModuleSnapshot] = {}
         self._modes: list[tuple[nn.Module, bool]] = []
         self._tables: list[tuple[Any, dict[str, Tensor | None]]] = []
-        self._buffers, self._others = Contents(every), Contents(every)
+        self._buffers, self._others = Contents(), Contents()
         self._parameters: list[Tensor] = []
+        self._versions: list[int] = []  # of the parameters
         self._gradients: list[tuple[Tensor, Tensor | None, int, Tensor | None]] = []
-        self.had: set[int] = set()  # parameters with a gradient
-        self.mixed: set[int] = set()  # those whose gradient has got a part of a step that was undone
+        self._hooks: list[tuple[Tensor, Hooks, Hooks]] = []  # parameter, its hooks as torch has them, those held
 
     def take(self, modules: Sequence[nn.Module], *, gradients: bool, copied: bool) -> None:
         """Remember what these modules have now."""
@@ -236,9 +246,8 @@ class _RankState:
         if self._snapshots.tensors or self._others.kept:
             self._others.take(self._snapshots.tensors)
         self._parameters = list(parameters.values())
+        self._versions = [version_of(each) for each in self._parameters]
         self._gradients = [_gradient(each, copied) for each in self._parameters] if gradients else []
-        self.had = {id(parameter) for parameter, gradient, _, _ in self._gradients if gradient is not None}
-        self.mixed = set()
 
     def put_back(self) -> None:
         """Make all of it what it was."""
@@ -249,16 +258,12 @@ class _RankState:
         for module, mode in self._modes:
             if module.training is not mode:
                 module.training = mode
-        self.mixed = set()
         for parameter, gradient, version, copy in self._gradients:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
-            if gradient is not None and version_of(gradient) != version:
-                if copy is None:
-                    self.mixed.add(id(parameter))
-                else:
-                    with torch.no_grad():
-                        gradient.copy_(copy)
+            if gradient is not None and copy is not None and version_of(gradient) != version:
+                with torch.no_grad():
+                    gradient.copy_(copy)
 
     def put_back_buffers(self) -> None:
         """Make buffers what they were."""
@@ -274,6 +279,33 @@ class _RankState:
             if contents.kept:
                 contents.left_alone()
         self._gradients = []  # copies of them may be large
+
+    def hold_hooks(self) -> None:
+        """Take the hooks that want complete gradients away from their parameters."""
+        for parameter in self._parameters:
+            hooks: Hooks | None = parameter._post_accumulate_grad_hooks
+            if hooks:
+                self._hooks.append((parameter, hooks, dict(hooks)))
+                hooks.clear()
+
+    def release_hooks(self) -> list[Callable[[], None]]:
+        """Give the hooks back, and return the calls that are due: of parameters that have got a gradient."""
+        before = {id(parameter): then for parameter, *then in self._gradients}
+        due: list[Callable[[], None]] = []
+        for parameter, hooks, held in self._hooks:
+            registered_since = dict(hooks)
+            hooks.clear()
+            hooks.update({**held, **registered_since})
+            (gradient, version, _), now = before[id(parameter)], parameter.grad
+            if now is not None and (now is not gradient or version_of(now) != version):
+                due += [partial(hook, parameter) for hook in hooks.values()]
+        self._hooks = []
+        return due
+
+    def written(self) -> list[Tensor]:
+        """Return the parameters that were written to since."""
+        pairs = zip(self._parameters, self._versions, strict=True)
+        return [parameter for parameter, version in pairs if version_of(parameter) != version]
 
     def lost(self) -> list[str]:
         """What was written to and could not be put back, in words."""

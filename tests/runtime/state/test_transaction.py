@@ -144,7 +144,6 @@ def test_gradients_of_an_earlier_step_are_as_before(place: str) -> None:
 def test_weights_that_the_model_itself_has_written_to_are_not_called_undone() -> None:
     """An optimizer in a hook of a gradient (not of a complete one) has no step to wait for."""
     with pipeline(**TWO_RANKS) as pipe:
-        x, y = batch(0)
         weight = next(pipe.parameters())
 
         @torch.no_grad()

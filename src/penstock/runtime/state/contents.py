@@ -6,8 +6,8 @@ reads it for each microbatch. Where a tensor lies is noted as well, so that `set
 `.data` can be taken back.
 
 A tensor above `LARGE_BYTES` that a whole step has left alone is most likely a table that never changes (a mask, frozen
-weights): its copy is let go of, and only its version is watched. If a later step does write to it, it is `lost`, and whoever
-puts things back has to report so.
+weights): its copy is let go of, and only its version is watched. If a later step does write to it, it is `lost`, and
+whoever puts things back has to report so.
 """
 
 from __future__ import annotations

@@ -5,11 +5,8 @@ Before a step, a look is taken at all that its computes may change: buffers (`co
 generator is put back after every step, see `randomness`; the numbers of the pipeline's own streams follow from the
 count of steps, which only a step that ends well moves.) After a failure all of it is put back: gradients that the step
 has made are dropped. Those that were there before are added to in place, and are copied beforehand: a sum that is kept
-apart and added at the end would be another sum. Replicas set them aside, so that nothing is copied.
-
-What hooks do with complete gradients (`register_post_accumulate_grad_hook`: an optimizer in the backward, say) could
-not be put back, and a gradient is complete only when the last microbatch, the tied weights of other ranks and the
-replicas have been added. So these hooks are held during a step, and run once when it has ended well.
+apart and added at the end would be another sum. Replicas set them aside, so that nothing is copied. (`parameters` has
+both, and the hooks of parameters.)
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from functools import partial
 from types import FunctionType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from penstock.errors import REBUILD, ModelError, PeerFailure, RunError, UsageError
@@ -31,6 +27,7 @@ from penstock.model.original.placeholders import is_away
 from penstock.runtime.state.attribute_changes import AttributeSnapshots, Key, ModuleSnapshot, Restorable, is_trained
 from penstock.runtime.state.contents import LARGE_BYTES, Contents
 from penstock.runtime.state.ownership import version_of
+from penstock.runtime.state.parameters import ParametersBefore
 from penstock.runtime.state.randomness import StepCounter
 
 
@@ -43,9 +40,6 @@ def modules_of(function: Any) -> list[nn.Module]:
         return [owner] if isinstance(owner, nn.Module) else []
     inside = inspect.getclosurevars(function)
     return [each for each in (*inside.nonlocals.values(), *inside.globals.values()) if isinstance(each, nn.Module)]
-
-
-Hooks = dict[int, Callable[[Tensor], object]]  # of a parameter, by number
 
 
 class HasModule(Protocol):
@@ -98,7 +92,7 @@ class Transaction:
                     modules += self._loss_modules(loss_fn)
                 rank.take(modules, gradients=training, copied=training and adds)
                 if training and runs_hooks:
-                    rank.hold_hooks()
+                    rank.parameters.hold_hooks()
             step, evaluations, others = self._counter.step, self._counter.evaluations, _other_generators()
             try:
                 yield self
@@ -106,7 +100,7 @@ class Transaction:
                 self._undo(others, (step, evaluations))
                 self._explain(error, training)
                 raise
-            complete = [hook for rank in self._ranks.values() for hook in rank.release_hooks()]
+            complete = [hook for rank in self._ranks.values() for hook in rank.parameters.release_hooks()]
             for rank in self._ranks.values():
                 rank.left_alone()
             self._undo_last = partial(self._undo, others, (step, evaluations))
@@ -152,11 +146,11 @@ class Transaction:
         while True:
             try:
                 others()
-                self._versions = {number: self._ranks[number].versions() for number in self._late()}
+                self._versions = {number: self._ranks[number].parameters.versions() for number in self._late()}
                 for number, rank in self._ranks.items():
                     rank.put_back()
                     if number not in self._versions:
-                        rank.release_hooks()
+                        rank.parameters.release_hooks()
                 break
             except KeyboardInterrupt as error:
                 again = error
@@ -174,13 +168,13 @@ class Transaction:
                     f"the state again with pipe.load_state_dict(), which waits for such a rank"
                 )
             self._ranks[number].put_back()
-            self._ranks[number].release_hooks()
+            self._ranks[number].parameters.release_hooks()
 
     def _explain(self, error: BaseException, training: bool) -> None:
         """Add a note to the error about what became of the model."""
         ranks = self._ranks.values()
         lost = [name for rank in ranks for name in rank.lost()]
-        written = {id(parameter) for rank in ranks for parameter in rank.written()}
+        written = {id(parameter) for rank in ranks for parameter in rank.parameters.written()}
         if written:
             error.add_note(
                 f"the model's own code has written to {len(written)} parameters in this step (in a forward, or in a "
@@ -216,10 +210,7 @@ class _RankState:
         self._modes: list[tuple[nn.Module, bool]] = []
         self._tables: list[tuple[Any, dict[str, Tensor | None]]] = []
         self._buffers, self._others = Contents(), Contents()
-        self._parameters: list[Tensor] = []
-        self._versions: list[int] = []  # of the parameters
-        self._gradients: list[tuple[Tensor, Tensor | None, int, Tensor | None]] = []
-        self._hooks: list[tuple[Tensor, Hooks, Hooks]] = []  # parameter, its hooks as torch has them, those held
+        self.parameters = ParametersBefore()
 
     def take(self, modules: Sequence[nn.Module], *, gradients: bool, copied: bool) -> None:
         """Remember what these modules have now."""
@@ -245,9 +236,7 @@ class _RankState:
         self._attributes = self._snapshots.take(attributes)
         if self._snapshots.tensors or self._others.kept:
             self._others.take(self._snapshots.tensors)
-        self._parameters = list(parameters.values())
-        self._versions = [version_of(each) for each in self._parameters]
-        self._gradients = [_gradient(each, copied) for each in self._parameters] if gradients else []
+        self.parameters.take(list(parameters.values()), gradients, copied)
 
     def put_back(self) -> None:
         """Make all of it what it was."""
@@ -258,12 +247,7 @@ class _RankState:
         for module, mode in self._modes:
             if module.training is not mode:
                 module.training = mode
-        for parameter, gradient, version, copy in self._gradients:
-            if parameter.grad is not gradient:
-                parameter.grad = gradient
-            if gradient is not None and copy is not None and version_of(gradient) != version:
-                with torch.no_grad():
-                    gradient.copy_(copy)
+        self.parameters.put_back()
 
     def put_back_buffers(self) -> None:
         """Make buffers what they were."""
@@ -278,34 +262,7 @@ class _RankState:
         for contents in (self._buffers, self._others):
             if contents.kept:
                 contents.left_alone()
-        self._gradients = []  # copies of them may be large
-
-    def hold_hooks(self) -> None:
-        """Take the hooks that want complete gradients away from their parameters."""
-        for parameter in self._parameters:
-            hooks: Hooks | None = parameter._post_accumulate_grad_hooks
-            if hooks:
-                self._hooks.append((parameter, hooks, dict(hooks)))
-                hooks.clear()
-
-    def release_hooks(self) -> list[Callable[[], None]]:
-        """Give the hooks back, and return the calls that are due: of parameters that have got a gradient."""
-        before = {id(parameter): then for parameter, *then in self._gradients}
-        due: list[Callable[[], None]] = []
-        for parameter, hooks, held in self._hooks:
-            registered_since = dict(hooks)
-            hooks.clear()
-            hooks.update({**held, **registered_since})
-            (gradient, version, _), now = before[id(parameter)], parameter.grad
-            if now is not None and (now is not gradient or version_of(now) != version):
-                due += [partial(hook, parameter) for hook in hooks.values()]
-        self._hooks = []
-        return due
-
-    def written(self) -> list[Tensor]:
-        """Return the parameters that were written to since."""
-        pairs = zip(self._parameters, self._versions, strict=True)
-        return [parameter for parameter, version in pairs if version_of(parameter) != version]
+        self.parameters.forget_gradients()
 
     def lost(self) -> list[str]:
         """What was written to and could not be put back, in words."""
@@ -316,10 +273,6 @@ class _RankState:
                 if id(value) in lost:
                     found.append(f"{name} of {type(module).__name__}")
         return list(dict.fromkeys(found)) or ["a tensor in a container"] * bool(lost)
-
-    def versions(self) -> list[tuple[Tensor, int]]:
-        """Of its parameters."""
-        return [(parameter, version_of(parameter)) for parameter in self._parameters]
 
 
 class _TensorsAndAttributes(AttributeSnapshots):
@@ -352,13 +305,6 @@ def _all(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
         running = getattr(module, "running_modules", None)
         if running is not None:
             yield from running()
-
-
-def _gradient(parameter: Tensor, copied: bool) -> tuple[Tensor, Tensor | None, int, Tensor | None]:
-    gradient = parameter.grad
-    if gradient is None:
-        return parameter, None, 0, None
-    return parameter, gradient, version_of(gradient), gradient.detach().clone() if copied else None
 
 
 def _is_same(table: Mapping[str, Any], entries: Mapping[str, Any]) -> bool:

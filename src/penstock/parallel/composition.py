@@ -99,7 +99,7 @@ class Composition:
             schedule = insert_shards(schedule, window)
         return schedule
 
-    def norm_group(self, how: str, given: Any) -> Any:
+    def norm_group(self, how: str | None, given: Any) -> Any:
         """The group over whose batches "exact" batch norms normalise: all replicas, unless one is given."""
         replicated = how == "exact" and given is None and self.axes.size("dp") > 1
         return self.axes.mesh.get_group("dp") if replicated else given

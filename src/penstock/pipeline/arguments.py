@@ -205,6 +205,7 @@ def alike(given: Mapping[str, Any]) -> dict[str, str]:
         "loss weight": "none" if loss.weight is None else "one",
         "split of batches": str(batch.split or "by rows"),
         "dims of batches": str(dict(batch.dims)),
+        "order of microbatches": batch.order,
         "inputs": batch.inputs,
-        "batch_norm": batch.batch_norm,
+        "batch_norm": str(batch.batch_norm),
     }

@@ -39,6 +39,7 @@ from penstock.runtime.engine.handlers import Handler
 from penstock.runtime.engine.recorder import Recorder
 from penstock.runtime.engine.report import StepResult
 from penstock.runtime.loss.loss_options import LossOptions
+from penstock.runtime.state.batch_norm import warn_of_microbatches
 from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.schedule import Op, Schedule, Timeline
 from penstock.schedule.timing.timeline import peaks
@@ -146,6 +147,8 @@ class Pipeline:
             deployment.tied.make_equal()
         if construction.measures:
             cut.warn()
+            if batch_options.batch_norm is None:
+                warn_of_microbatches(model, given["microbatches"])
         self.closed = False
         self._loop: StepLoop | None = None
         self._recorder: Recorder | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import ModelError, PeerFailure, UsageError
-from penstock.runtime.state.batch_norm import Deferred
+from penstock.runtime.state.batch_norm import BATCH_NORMS, Deferred
 
 ROWS, CHUNKS = 11, 4
 
@@ -295,3 +296,29 @@ def test_a_look_at_the_shape_of_what_another_stage_returns_is_no_batch() -> None
     wanted(model.norms[0][0](model.first(x)))  # type: ignore[index]
     for name, value in wanted.named_buffers():
         torch.testing.assert_close(model.norms[0][1].get_buffer(name), value, msg=name)  # type: ignore[index]
+
+
+def test_a_model_with_batch_norms_that_see_microbatches_warns_when_the_pipeline_is_made() -> None:
+    """Gradients were not those of the plain loop on whole batches, without a word."""
+    with pytest.warns(UserWarning, match=r"3 batch norm layers \(1, 4, 5\) see one microbatch at a time") as caught:
+        pipe = penstock.Pipeline(convolutions(), stages=2, microbatches=4, loss_fn=F.cross_entropy)
+    pipe.close()
+    assert caught[0].filename == __file__
+    assert "batch_norm='exact') with schedule='gpipe'" in str(caught[0].message)
+    frozen = convolutions()
+    for layer in frozen:
+        layer.train(not isinstance(layer, nn.BatchNorm2d))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for how in BATCH_NORMS:
+            options = penstock.BatchOptions(batch_norm=how)
+            penstock.Pipeline(convolutions(), stages=2, microbatches=4, schedule="gpipe", batch_options=options).close()
+        penstock.Pipeline(convolutions(), stages=2, microbatches=1).close()
+        penstock.Pipeline(frozen, stages=2, microbatches=4).close()
+        penstock.Pipeline(penstock.defer_batch_norm(convolutions()), stages=2, microbatches=4).close()
+
+
+def test_exact_batch_norms_name_the_schedules_that_they_need_when_the_pipeline_is_made() -> None:
+    options = penstock.BatchOptions(batch_norm="exact")
+    with pytest.raises(UsageError, match=r"1f1b rank 0 runs .* use a schedule that runs all forwards first \(gpipe, "):
+        penstock.Pipeline(convolutions(), stages=2, microbatches=4, loss_fn=F.cross_entropy, batch_options=options)

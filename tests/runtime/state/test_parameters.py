@@ -1,4 +1,4 @@
-"""Hooks of parameters that want complete gradients, such as an optimizer in the backward: once a step, or not at all."""
+"""Hooks that want complete gradients, such as an optimizer in the backward: once a step, or not at all."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ RULES = {
     "dims": ArgumentRule(_are_dims, "pass a dict of names or positions to a dimension or None, such as {'mask': 1}"),
     "order": choice("given", "size"),
     "inputs": choice("every", "first"),
-    "batch_norm": choice(*BATCH_NORMS),
+    "batch_norm": choice(*BATCH_NORMS)._replace(or_none=True),
     "batch_norm_group": ArgumentRule(
         lambda value: isinstance(value, dist.ProcessGroup), "pass a process group of replicas"
     ),
@@ -55,7 +55,8 @@ class BatchOptions:
             sizes of each batch; gradients are then summed in that order.
         inputs: `"every"`: all ranks are given the batch. `"first"`: only the rank of the first stage is.
         batch_norm: What batch norm layers see. `"microbatch"`: each microbatch, as torch does. `"deferred"`: running
-            statistics follow whole batches. `"exact"`: they also normalise over whole batches.
+            statistics follow whole batches. `"exact"`: they also normalise over whole batches. By default,
+            `"microbatch"`, with a warning.
         batch_norm_group: With `"exact"`, the process group of replicas whose batches count as one.
     """
 
@@ -63,7 +64,7 @@ class BatchOptions:
     dims: Mapping[str | int, Any] = field(default_factory=dict)
     order: str = "given"
     inputs: str = "every"
-    batch_norm: str = "microbatch"
+    batch_norm: str | None = None
     batch_norm_group: Any = None
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ and hooks, and outside of a pipeline it is the plain layer. Nothing is kept in i
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -204,7 +205,27 @@ def restore_batch_norm(model: nn.Module) -> nn.Module:
     return model
 
 
-def prepare_batch_norm(model: nn.Module | Sequence[nn.Module], how: str, group: Any = None) -> None:
+def warn_of_microbatches(model: nn.Module | Sequence[nn.Module], microbatches: int | None) -> None:
+    """Warn of batch norms that see microbatches where a plain training loop would give them the batch."""
+    modules = [model] if isinstance(model, nn.Module) else model
+    found = [
+        name or type(layer).__name__
+        for module in modules
+        for name, layer in batch_norms(module)
+        if not isinstance(layer, Converted) and (layer.training or not module.training)
+    ]
+    if found and microbatches != 1:
+        names = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+        warnings.warn(
+            f"{len(found)} batch norm layers ({names}) see one microbatch at a time: they normalise by it, and their "
+            f"running statistics move once for each, unlike in a training loop on whole batches. Pass batch_options="
+            f"BatchOptions(batch_norm='exact') with schedule='gpipe' for the results of that loop, 'deferred' for its "
+            f"running statistics alone, or 'microbatch' if this is what you want",
+            stacklevel=3,
+        )
+
+
+def prepare_batch_norm(model: nn.Module | Sequence[nn.Module], how: str | None, group: Any = None) -> None:
     """What `batch_norm=` asks for, done to a model or a list of stages."""
     if group is not None and how != "exact":
         raise UsageError(f"batch_norm_group= is for batch_norm='exact', and batch_norm={how!r}; leave one of them out")

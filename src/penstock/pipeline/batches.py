@@ -71,7 +71,7 @@ class Batches:
         self.deployment, self.state = deployment, state
         self.options = options
         self.dims = dict(options.dims)
-        self._loss_options = loss_options
+        self.loss_options = loss_options
         self._forward = forward  # of the model, as the user has written it
         self._recompute = recompute
         self._min_microbatches = min_microbatches  # microbatches, where their number follows from the batch
@@ -86,7 +86,7 @@ class Batches:
 
     def set_loss(self, loss_fn: Callable[..., Any] | None) -> None:
         """From here on, this is the loss: how it weighs and is checked follows from it alone."""
-        self.weighing = Weighing(loss_fn, self._loss_options, positional(self._forward), self.uneven)
+        self.weighing = Weighing(loss_fn, self.loss_options, positional(self._forward), self.uneven)
         self.check = LossCheck(self.weighing, self.dims)
         self._checked_calls.clear()
         self._checked_loss_kwargs.clear()

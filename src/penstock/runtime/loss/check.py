@@ -116,11 +116,11 @@ class StepCheck:
         target, extra = batch.targets[number], batch.loss_kwargs[number]
         if self._checks.weighing.is_elementwise(output, target, extra):
             return
-        if reading is not None:
-            kind = (reading.names, names_below(loss, output) if place == 0 else None, frozenset(extra))
-            self._kinds.add(kind)
-            if self._checks.is_new(kind):
-                self._due |= {place - 1, *range(place, len(batch.args) - 1)}
+        names = None if reading is None else (reading.names, names_below(loss, output) if place == 0 else None)
+        kind = (names, frozenset(extra))
+        self._kinds.add(kind)
+        if self._checks.is_new(kind):
+            self._due |= {place - 1, *range(place, len(batch.args) - 1)}
         before, self._before = self._before, None
         try:
             if place in self._due or (before is not None and place - 1 in self._due):
@@ -257,8 +257,10 @@ def _join_leaf(label: str, one: Any, two: Any, dim: int | None, rows: tuple[int,
         each = zip((one, two), rows, strict=True)
         blocks = [0, 0] if shared else [0 if leaf.shape[dim] % r else leaf.shape[dim] // r for leaf, r in each]
     if blocks != [1, 1] and same and type(one) is type(two) is Tensor:
-        if one.data_ptr() == two.data_ptr() or (one.device.type == "cpu" and torch.equal(one, two)):
-            return one  # other tensors are not compared: all ranks would have to, or the device be waited for
+        # other tensors are not compared: all ranks would have to, or the device be waited for
+        equal = one.data_ptr() == two.data_ptr() or (one.device.type == "cpu" and torch.equal(one, two))
+        if equal:
+            return one
     if blocks[0] != blocks[1] or not blocks[0] or one.narrow(along, 0, 0).shape != two.narrow(along, 0, 0).shape:
         raise cannot
     return torch.cat([one, two], along)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.runtime.loss.check import StepCheck
     from penstock.runtime.loss.shares import Shares
 
+
 def check_loss(loss: Any) -> Tensor:
     """The loss as a scalar tensor, or an error that says what it is instead."""
     if hasattr(loss, "full_tensor"):  # a DTensor: the ranks over which it is spread all need it

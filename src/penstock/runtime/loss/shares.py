@@ -198,7 +198,7 @@ class Shares:
         """Take what was read of a microbatch's loss, if anything."""
 
     def check(self, numbers: dict[int, float]) -> list[float]:
-        """Return the shares at the end of a step; raise where losses were divided by something else than was thought."""
+        """Return the shares, at the end of a step; raise where terms of the batch do not count alike."""
         return self()
 
 
@@ -272,7 +272,7 @@ class BatchShares(Shares):
             self._learn(number, next((term for term in terms if term.is_likelihood), None))
 
     def _learn(self, number: int, term: Term | None) -> None:
-        """Find out what counts, from the likelihood in a loss; before the backwards, so that the device is waited for."""
+        """Find out what counts from the likelihood in a loss: before a backward, and so waiting for the device."""
         if term is None:
             self._take(ROWS)
         elif not term.is_mean:
@@ -325,7 +325,7 @@ class BatchShares(Shares):
         counts = {number: value * shares[number] for number, value in values.items()}
         if not all(map(math.isfinite, counts.values())) or _alike(values, slack) or _alike(counts, slack):
             return
-        one, two = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+        one, two = sorted((min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)))
         over = [1 / terms[number].value(numbers, plain=False) for number in (one, two)]
         weights = self.weights or [1.0] * len(shares)
         what = (

@@ -121,8 +121,11 @@ def _misfit(error: BaseException, output: Any, target: Any) -> str | None:
 
 def _no_loss(output: Any, target: Any) -> str:
     shape = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    several = sum(map(_is_scalar, output)) if isinstance(output, (tuple, list)) else 0
+    shape += f" with {several} scalars" if several else ""
     beside = "" if target is None else " (a target alone computes none)"
     labels = hasattr(output, "loss") or (isinstance(output, Mapping) and "loss" in output)
+    labels |= isinstance(output, (tuple, list)) and any(each is None for each in output)
     own = "its loss is None: pass what it computes it from, such as labels=" if labels else "pass loss_fn="
     return f"there is no loss_fn, and the model returned {shape}, which is no loss{beside}; {own}"
 
@@ -148,11 +151,21 @@ def _called(loss_fn: Callable[..., Any] | None) -> str:
 
 
 def own_loss(output: Any) -> Any:
-    """Without a loss_fn: the output is the loss, or carries it under that name (as Hugging Face models do)."""
+    """Return what is the loss without a loss_fn: the output, what it has by that name, or its only scalar.
+
+    Hugging Face's models return it by name; many models beside, in a tuple of logits and loss.
+    """
     if isinstance(output, Mapping):
         return output.get("loss", output)
     loss = getattr(output, "loss", None)
-    return loss if isinstance(loss, Tensor) else output
+    if isinstance(loss, Tensor):
+        return loss
+    scalars = [each for each in output if _is_scalar(each)] if isinstance(output, (tuple, list)) else []
+    return scalars[0] if len(scalars) == 1 else output
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 # -- what enters the backward, and the sum that losses make

@@ -36,8 +36,9 @@ from penstock.runtime.backward.saved_graph import FreshGradients
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Batch, plain_example
 from penstock.runtime.engine.replication import Replication
-from penstock.runtime.loss.losses import check_loss, own_loss, read_loss
+from penstock.runtime.loss.losses import check_loss, own_loss
 from penstock.runtime.loss.module import module_of
+from penstock.runtime.loss.reading import read_loss
 from penstock.runtime.loss.shares import BatchShares
 from penstock.runtime.state.batch_norm import Statistics, prepare_batch_norm
 from penstock.runtime.state.phase import Phase
@@ -151,16 +152,12 @@ def _check_arguments(model: Any, pipeline: Any) -> None:
 
 def _run_plain(pipe: Pipeline, split: StagedModel, batch: Batch, trace: TensorTrace, loss_fn: Any) -> None:
     """Run the plain loop with a loss function of its own, whose parameters and buffers the pipeline does not share."""
-    before, pipe.loss_fn = pipe.loss_fn, loss_fn
-    try:
-        with pipe.deployment.ranks.precise() as precisions:
-            _accumulate(pipe, split, batch, trace, precisions[0])
-    finally:
-        pipe.loss_fn = before
+    with pipe.deployment.ranks.precise() as precisions:
+        _accumulate(pipe, split, batch, trace, precisions[0], loss_fn)
 
 
 def _accumulate(
-    pipe: Pipeline, split: StagedModel, batch: Batch, trace: TensorTrace, precision: Precision | None
+    pipe: Pipeline, split: StagedModel, batch: Batch, trace: TensorTrace, precision: Precision | None, loss_fn: Any
 ) -> None:
     for part in split.parts:
         part.around = unit_stream
@@ -174,9 +171,8 @@ def _accumulate(
         with trace.watching(step):
             for number in range(pipe.microbatches):
                 trace.numbers = [number] * split.stages
-                loss, extra = _plain_forward(pipe, split, batch, step, number, trace, precision, statistics)
-                if shares.learns:
-                    shares.saw(number, read_loss(loss))
+                loss, extra = _plain_forward(pipe, split, batch, step, number, trace, precision, statistics, loss_fn)
+                shares.saw(number, read_loss(loss))
                 found = shares.if_counts(number)
                 share = 0.0 if found is None else found[number]
                 roots = [(loss, share), *((value, 1.0 / pipe.microbatches) for value in extra)]
@@ -203,6 +199,7 @@ def _plain_forward(
     trace: TensorTrace,
     precision: Precision | None,
     statistics: Statistics,
+    loss_fn: Any,
 ) -> tuple[Tensor, list[Tensor]]:
     """The loss of one microbatch, and all extra losses."""
     payloads: dict[tuple[int, int], Any] = {}
@@ -216,10 +213,10 @@ def _plain_forward(
             emitted = part.run(arrived, batch.args[number], batch.kwargs[number])
             if OUTPUT in emitted:
                 result = emitted[OUTPUT]
-                if pipe.loss_fn is None:
+                if loss_fn is None:
                     result = own_loss(result)
                 else:
-                    result = pipe.loss_fn(result, batch.targets[number], **batch.loss_kwargs[number])
+                    result = loss_fn(result, batch.targets[number], **batch.loss_kwargs[number])
         trace.keep_forward(part.index, number, emitted, None if result is None else check_loss(result), phase.extra)
         extra += [value for _, value in phase.extra]
         payloads.update({(part.index, reader): payload for reader, payload in emitted.items()})

@@ -31,9 +31,7 @@ def check_arguments(model: Any, given: Mapping[str, Any]) -> None:
     precision_of(given["precision"])
     check_rules(given, RULES)
     check_gpus(given["devices"])
-    if given["loss_fn"] is not None:
-        check_loss_fn(given["loss_fn"])
-    _check_reduction(given["loss_fn"], given["loss_options"])
+    check_loss(given["loss_fn"], given["loss_options"])
     refuse_wrapped_model(model)
     refuse_compiled_model(model)
     if not isinstance(model, (nn.Module, Sequence)) or isinstance(model, str):
@@ -78,6 +76,14 @@ def with_plan(given: dict[str, Any]) -> dict[str, Any]:
     if twice:
         raise UsageError(f"plan= says what {', '.join(f'{name}=' for name in twice)} would; leave out one or the other")
     return {**given, **planned}
+
+
+def check_loss(loss_fn: Any, options: LossOptions) -> None:
+    """Raise if this cannot be the loss of a pipeline."""
+    if loss_fn is not None:
+        check_rules({"loss_fn": loss_fn}, {"loss_fn": RULES["loss_fn"]})
+        check_loss_fn(loss_fn)
+    _check_reduction(loss_fn, options)
 
 
 def _check_reduction(loss_fn: Any, options: LossOptions) -> None:

@@ -26,7 +26,7 @@ from penstock.runtime.batch.microbatch import Batch, Microbatches, check_is_data
 from penstock.runtime.batch.outputs import merge
 from penstock.runtime.engine.report import StepReport, StepResult, result_of
 from penstock.runtime.engine.step_input import Refused, StepInput
-from penstock.runtime.loss.check import LossChecks
+from penstock.runtime.loss.check import LossCheck
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.losses import trained_loss
 from penstock.runtime.loss.shares import BatchShares, Shares, Weighing
@@ -54,6 +54,8 @@ class Call:
 class Batches:
     """How the batches of one pipeline are split, checked, weighed and put together again."""
 
+    uneven: Callable[[str], None] | None = None  # is called where losses do not make the batch's, in place of an error
+
     def __init__(
         self,
         deployment: Deployment,
@@ -67,11 +69,9 @@ class Batches:
         min_microbatches: int,
     ) -> None:
         self.deployment, self.state = deployment, state
-        self.loss_fn = loss_fn
         self.options = options
         self.dims = dict(options.dims)
-        self.weighing = Weighing(loss_fn, loss_options, positional(forward))
-        self.checks = LossChecks(loss_fn, self.weighing, self.dims)
+        self.loss_options = loss_options
         self._forward = forward  # of the model, as the user has written it
         self._recompute = recompute
         self._min_microbatches = min_microbatches  # microbatches, where their number follows from the batch
@@ -82,6 +82,19 @@ class Batches:
         self._checked_loss_kwargs: set[frozenset[str]] = set()
         self._passed: set[str | int] = set()  # labels of `dims` that some call has had
         self._compared: set[bool] = set()  # whether ranks have compared a complete batch, of an evaluation, of a step
+        self.set_loss(loss_fn)
+
+    def set_loss(self, loss_fn: Callable[..., Any] | None) -> None:
+        """From here on, this is the loss: how it weighs and is checked follows from it alone."""
+        self.weighing = Weighing(loss_fn, self.loss_options, positional(self._forward), self.uneven)
+        self.check = LossCheck(self.weighing, self.dims)
+        self._checked_calls.clear()
+        self._checked_loss_kwargs.clear()
+
+    @property
+    def loss_fn(self) -> Callable[..., Any] | None:
+        """The loss that is set."""
+        return self.weighing.loss_fn
 
     # -- into microbatches
 
@@ -149,7 +162,7 @@ class Batches:
         else:
             shares = weighed = BatchShares(self.weighing, batch, replicas, training)
             if training or batch.has_target or self.loss_fn is None:
-                check = self.checks.begin(batches[ranks.last.rank], weighed)
+                check = self.check.begin(batches[ranks.last.rank], weighed, training)
         fingerprinted = self._fingerprint(call)
         recomputed = {"never": 0, "except_last": count - 1, "always": count}[self._recompute] if training else 0
         scaler = self.state.scaler if training else None
@@ -363,8 +376,15 @@ def _on_device(batch: Batch, device: torch.device | None) -> Batch:
     if device is None or device.type == "cpu":
         return batch
 
+    moved: dict[int, Tensor] = {}  # what all microbatches share stays one tensor
+
+    def moved_once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in moved:
+            moved[id(tensor)] = tensor.to(device, non_blocking=True)
+        return moved[id(tensor)]
+
     def move(value: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
+        return pytree.tree_map_only(Tensor, moved_once, value)
 
     return Batch(
         move(batch.args), move(batch.kwargs), move(batch.targets), move(batch.loss_kwargs), batch.rows, batch.has_target

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
+from penstock.errors import UsageError
 from penstock.group.world import World
 from penstock.model.staged_model import Holding, StagedModel
 from penstock.optim.tied import TiedParameters
 from penstock.pipeline.programs import Programs
 from penstock.runtime.engine.ranks import LocalRanks
 from penstock.runtime.engine.replication import Replication
+from penstock.runtime.loss.module import loss_holding
 from penstock.runtime.state.randomness import StepCounter
 from penstock.schedule import Placement, Schedule
 
@@ -53,6 +57,25 @@ class Deployment:
         """What the stages of this process hold."""
         local = self.ranks.executors
         return [each for each in self.staged.holdings() if self.placement.rank_of(each.stage) in local]
+
+    def hold_loss(self, loss_fn: Callable[..., Any] | None) -> bool:
+        """Take what this loss holds beside the last stage, in the place of what another one held, if either does."""
+        before, after = self.staged.loss, loss_holding(loss_fn, self.staged)
+        modules = [None if each is None else each.module for each in (before, after)]
+        if modules[0] is modules[1]:
+            return False
+        if type(self.replication) is not Replication:
+            raise UsageError(
+                "this loss or the one before has parameters or buffers, and a pipeline with replicas, sharded or "
+                "spread tensors keeps those that it was made with; make a new Pipeline with loss_fn="
+            )
+        self.staged = replace(self.staged, loss=after)
+        for executor in self.ranks.executors.values():
+            for stage in executor.stages.values():
+                if stage.is_last:
+                    stage.hold(modules[1])
+        self.put_on_devices()
+        return True
 
     def put_on_devices(self) -> None:
         """The local stages go where they belong."""

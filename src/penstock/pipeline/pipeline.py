@@ -24,7 +24,7 @@ from penstock.model.cut_options import CutOptions
 from penstock.optim.tied import TiedParameters, tied_places
 from penstock.optim.updates import Updates
 from penstock.parallel.parallel_options import ParallelOptions
-from penstock.pipeline.arguments import check_arguments, op_of, with_plan
+from penstock.pipeline.arguments import check_arguments, check_loss, op_of, with_plan
 from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.call_arguments import check_reduce
 from penstock.pipeline.construction import Construction
@@ -163,7 +163,11 @@ class Pipeline:
         deployment = self.deployment
         transport = deployment.world.transport
         deployment.tied = TiedParameters(deployment.staged, deployment.placement, transport, tied)
-        if transport is not None:
+        self._watch_leaves()
+
+    def _watch_leaves(self) -> None:
+        deployment = self.deployment
+        if deployment.world.transport is not None:
             (executor,) = deployment.ranks.executors.values()
             replicated = deployment.replication.replicas > 1
             watch_leaves(executor.stages, deployment.staged, deployment.placement, self.loss_fn, replicated)
@@ -206,12 +210,18 @@ class Pipeline:
 
     @property
     def loss_fn(self) -> Callable[..., Any] | None:
-        """The loss function. You may set another one between steps."""
+        """The loss function. You may set another one between steps, on every rank: all that follows from it does."""
         return self.batches.loss_fn
 
     @loss_fn.setter
     def loss_fn(self, loss_fn: Callable[..., Any] | None) -> None:
-        self.batches.loss_fn = loss_fn
+        self._check_open()
+        check_loss(loss_fn, self.batches.loss_options)
+        self.settle()
+        if self.deployment.hold_loss(loss_fn):
+            self.state.other_ranks.moved(self.deployment)
+        self.batches.set_loss(loss_fn)
+        self._watch_leaves()
 
     # -- training
 

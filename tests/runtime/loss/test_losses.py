@@ -66,6 +66,51 @@ def test_without_loss_fn_the_last_stage_gives_the_loss_in_training_and_in_evalua
     close(pipe.evaluate(x, labels=y).loss, F.mse_loss(body(x), y).detach())
 
 
+class Tuple(nn.Module):
+    """As nanoGPT: scores and, with targets, a loss."""
+
+    def __init__(self, more: bool = False) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(7, 6), nn.Linear(6, 6), nn.Linear(6, 7)
+        self.more = more
+
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        scores = self.head(self.body(self.embed(ids)).tanh())
+        if targets is None:
+            return scores, None
+        loss = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        return (scores, loss, scores.mean()) if self.more else (scores, loss)
+
+
+@pytest.mark.parametrize("cut", ["replay", "graph"])
+def test_the_only_scalar_of_a_tuple_is_the_loss(cut: str) -> None:
+    """It failed in the first step, though the example had shown it."""
+    torch.manual_seed(0)
+    net, ids = Tuple().double(), torch.randint(7, (5, 4))
+    targets = ids.roll(-1, 1).masked_fill(torch.rand(5, 4) < 0.4, -1)
+    value = net(ids, targets)[1]
+    value.backward()
+    wanted = [parameter.grad.clone() for parameter in net.parameters()]
+    options = penstock.CutOptions(method=cut)
+    example = {"ids": ids, "targets": targets}
+    with penstock.Pipeline(net, stages=2, microbatches=3, example=example, cut_options=options) as pipe:
+        for _ in range(2):
+            pipe.zero_grad()
+            close(pipe.step(ids=ids, targets=targets).loss, value.detach())
+            close(dict(zip("abcde", gradients(pipe), strict=True)), dict(zip("abcde", wanted, strict=True)))
+            close(pipe.evaluate(ids=ids, targets=targets).loss, value.detach())
+
+
+def test_a_tuple_without_a_loss_or_with_several_scalars_is_an_error_that_says_what_to_pass() -> None:
+    ids = torch.randint(7, (4, 4))
+    pipe = penstock.Pipeline(Tuple(), stages=2, microbatches=2, example=(ids,))
+    with pipe, pytest.raises(PeerFailure, match="its loss is None: pass what it computes it from"):
+        pipe.step(ids)
+    pipe = penstock.Pipeline(Tuple(more=True), stages=2, microbatches=2, example=(ids, ids))
+    with pipe, pytest.raises(PeerFailure, match="a tuple with 2 scalars, which is no loss; pass loss_fn="):
+        pipe.step(ids, ids)
+
+
 @pytest.mark.parametrize("wrong", [lambda out, y: (out - y).pow(2), lambda out, y: 3.0])
 def test_a_loss_that_is_no_scalar_is_an_error_that_says_what_it_is(wrong: Any) -> None:
     pipe = penstock.Pipeline(stages(), microbatches=2, loss_fn=wrong)

@@ -15,13 +15,19 @@ from penstock.compat.pipelining.errors import ArgumentTypeError
 from penstock.compat.pipelining.microbatch import as_arguments, batch_dims, check_specs, one_each
 from penstock.compat.pipelining.order import Ordered
 from penstock.compat.pipelining.stage import _PipelineStageBase, all_stages
-from penstock.compat.pipelining.translated import Translated, custom_handler, weight_handlers
+from penstock.compat.pipelining.translated import (
+    MEANS,
+    SUMS,
+    Translated,
+    check_options,
+    custom_handler,
+    weight_handlers,
+)
 from penstock.errors import PenstockError, RunError, UsageError
 from penstock.model.original.wrappers import wrappings
 from penstock.rules import check_count
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Shared
-from penstock.runtime.loss.loss_options import LossOptions
 from penstock.schedule import FAMILIES, Op, insert_reductions, lower
 
 WINDOW = 3  # stages that are whole at a time, where sharding is asked for
@@ -101,6 +107,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         modules: Any
         modules, spread = all_stages(self._all_stages, self._check, self._trains())
         schedule = self._schedule()
+        check_options(self.options)
         options, wrapped = self.options, False
         if first.pipe is not None:
             wrapped = any(wrappings(module) for module in modules)  # which the modules that run know nothing of
@@ -117,10 +124,12 @@ class _PipelineSchedule(Ordered, CustomFunctions):
             modules,
             schedule=schedule,
             loss_fn=self._loss_fn,
-            loss_options=LossOptions(reduction="mean" if self.scale_grads else "sum", per_microbatch=True),
             group=None if "mesh" in self.options else first.group,
-            devices=None if first.device.type == "cpu" else [first.device] * schedule.ranks,
-            **options,
+            **{
+                "loss_options": MEANS if self.scale_grads else SUMS,
+                "devices": None if first.device.type == "cpu" else [first.device] * schedule.ranks,
+                **options,
+            },
         )
         pipe.batches.output_merge_spec = self._output_merge_spec
         if wrapped:

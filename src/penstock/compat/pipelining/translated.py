@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +22,21 @@ from penstock.runtime.batch.fingerprint import FingerprintedBatch
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.engine.handlers import Context, Handler
 from penstock.runtime.engine.step_input import StepInput
+from penstock.runtime.loss.loss_options import LossOptions
 from penstock.schedule import Action, Op
+
+MEANS = LossOptions(reduction="mean", per_microbatch=True)  # torch's scale_grads: what it makes of losses
+SUMS = LossOptions(reduction="sum", per_microbatch=True)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise if `schedule.options` has something that is no argument of a Pipeline, or that the schedule says itself."""
+    own = {"self", "model", "stages", "schedule", "loss_fn", "group"}
+    known = [name for name in inspect.signature(Pipeline.__init__).parameters if name not in own]
+    for name in options:
+        if name not in known:
+            why = "the schedule's own" if name in own else "no argument of Pipeline"
+            raise UsageError(f"schedule.options has {name!r}, which is {why}; options are {', '.join(known)}")
 
 
 class TranslatedBatches(Batches):
@@ -29,6 +45,17 @@ class TranslatedBatches(Batches):
     output_merge_spec: Any = None
     refusal: PenstockError | None = None  # why this rank cannot run the step that comes next
     _chunks: Sequence[Any] = ()
+    _warned = False
+
+    def uneven(self, what: str) -> None:
+        """Warn, once, where torch's gradients are not those of the batch."""
+        if not self._warned and any(self.loss_options is each for each in (MEANS, SUMS)):
+            self._warned = True
+            warnings.warn(
+                f"{what}. That is what torch.distributed.pipelining computes; for the loss of the batch set "
+                f"schedule.options = {{'loss_options': penstock.LossOptions()}} before the first step",
+                stacklevel=2,
+            )
 
     def _split(self, *given: Any, whole: bool = True) -> Batch:
         """Ranks in the middle may pass keyword arguments of any rows; what the batch has is for its ends to say."""

@@ -22,6 +22,7 @@ from penstock.runtime.engine.report import StepReport
 from penstock.runtime.engine.stage import Stage, StageInput
 from penstock.runtime.engine.step_input import StepInput
 from penstock.runtime.loss.losses import StepLosses, sum_in_order
+from penstock.runtime.loss.reading import fetch
 from penstock.runtime.state.ownership import Watched, check_unwritten, versions
 from penstock.runtime.transport.handover import alias
 
@@ -56,6 +57,7 @@ class Computations:
         self.step_losses: StepLosses
         self.report = StepReport()
         self.losses: dict[int, Tensor] = {}  # by microbatch, on the rank of the last stage
+        self._extra: list[tuple[str, Tensor]] = []  # losses from inside stages, by name
         self.split_backward: frozenset[tuple[int, int]] = frozenset()  # (stage, microbatch): comes as I and W
         self._outputs: dict[int, Any] = {}
         self._kept: dict[int, Watched] = {}  # the tensors of these outputs
@@ -122,7 +124,7 @@ class Computations:
                 f"the model, and add it to your own loss"
             )
         for name, value in extra:
-            self.report.extra[name] = self.report.extra.get(name, 0.0) + value.detach().item()
+            self._extra.append((name, value.detach().clone()))
         if OUTPUT in emitted:
             output = emitted.pop(OUTPUT)
             if step_input.join is not None:
@@ -199,17 +201,25 @@ class Computations:
         self._outputs, self._kept = {}, {}
 
     def sum_losses(self) -> None:
-        """The batch's loss, for the report."""
-        numbers = sorted(self.losses)
-        if not numbers:
+        """Compute the batch's loss, for the report, from numbers that come from the device with one copy."""
+        shares, check, order = self.step_input.shares, self.step_input.check, sorted(self.losses)
+        asked = [*self.losses.values(), *(value for _, value in self._extra), *shares.tensors]
+        numbers = fetch([*asked, *(() if check is None else check.tensors)])
+        for name, value in self._extra:
+            self.report.extra[name] = self.report.extra.get(name, 0.0) + numbers[id(value)]
+        self._extra = []
+        if not order:
             return
-        losses = torch.stack([self.losses[number] for number in numbers])
-        shares = self.step_input.shares.check()
-        if self.step_input.check is not None:
-            self.report.loss_unchecked = self.step_input.check.end()
-        self.report.loss = sum_in_order(losses, [shares[number] for number in numbers])
-        self.report.losses_by_number = losses.tolist()
-        self.report.dtype = losses.dtype
+        losses = {number: numbers[id(self.losses[number])] for number in order}
+        if check is not None:
+            check.judge(numbers, losses)
+        counts = shares.check(numbers)
+        if check is not None:
+            check.passed()
+        self.report.dtype = self.losses[order[0]].dtype
+        self.report.losses_by_number = list(losses.values())
+        values = torch.tensor(self.report.losses_by_number, dtype=self.report.dtype, device="cpu")
+        self.report.loss = sum_in_order(values, [counts[number] for number in order])
 
     def forget_batch(self) -> None:
         """Hold nothing of what the step was given."""
@@ -223,7 +233,7 @@ class Computations:
         self._kept.clear()
         self._joined = None
         self._gathered.clear()
-        self.losses = {}
+        self.losses, self._extra = {}, []
         self.report = StepReport()
         self.forget_batch()
         for stage in self.stages.values():

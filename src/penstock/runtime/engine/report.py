@@ -35,7 +35,6 @@ class StepReport:
     loss: float | None = None  # of the batch, from the rank of the last stage
     losses_by_number: list[float] = field(default_factory=list)
     dtype: torch.dtype = torch.float32
-    loss_unchecked: bool = False  # whether the loss is right could not be checked on outputs
     failure: PeerFailure | None = None
     progress: str = ""
     rows: int | None = None  # of the batch that this rank was given
@@ -56,7 +55,6 @@ plain.register(
     loss=float | None,
     losses_by_number=list,
     dtype=torch.dtype,
-    loss_unchecked=bool,
     failure=PeerFailure | None,
     progress=str,
     rows=int | None,
@@ -255,7 +253,6 @@ class ReplicaReport:
     failure: PeerFailure | None = None
     loss: float | None = None  # its part of the batch's loss
     dtype: torch.dtype = torch.float32
-    loss_unchecked: bool = False  # whether the loss is right could not be checked on outputs
     extra: dict[str, float] = field(default_factory=dict)  # named losses, summed over its microbatches
     count: int = 0  # of its microbatches
     more: Any = None
@@ -266,7 +263,6 @@ plain.register(
     failure=PeerFailure | None,
     loss=float | None,
     dtype=torch.dtype,
-    loss_unchecked=bool,
     extra=dict,
     count=int,
     more=object,
@@ -278,7 +274,7 @@ def replica_report(reports: Sequence[StepReport | ReplicaReport], count: int) ->
     summary = ReplicaReport(count=count)
     for report in reports:
         if report.loss is not None:
-            summary.loss, summary.dtype, summary.loss_unchecked = report.loss, report.dtype, report.loss_unchecked
+            summary.loss, summary.dtype = report.loss, report.dtype
         for name, value in report.extra.items():
             summary.extra[name] = summary.extra.get(name, 0.0) + value
     return summary

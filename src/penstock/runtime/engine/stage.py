@@ -75,11 +75,10 @@ class Stage:
     ) -> None:
         self.part = part
         self.module = part.module
-        self.holds = part.module if loss is None else StageAndLoss(part.module, loss)
         self.randomness = randomness
         self.is_last = is_last
         self.precision: Precision | None = None  # that of the step which runs
-        self.guarded = GuardedPart(part, self.holds)
+        self.guarded = GuardedPart(part, part.module)
         self.inspect_graph: Callable[[SavedGraph], None] | None = None  # at what a forward has recorded
         self.graphs_inspected = 0  # so far
         self.saved: dict[int, SavedGraph] = {}
@@ -87,12 +86,17 @@ class Stage:
         self._whole_norms = whole_norms(part.module)
         self._waiting: dict[int, DeferredWeights] = {}  # between I and W
         self._parameters = DeferrableParameters()
-        self._buffers = Buffers(part.index, self.holds)
-        self._attributes = Attributes(part.index, self.holds)
-        self.fresh = FreshGradients(self.holds)
+        self.hold(loss)
         self._seeds: Sequence[int] = ()  # of the step's microbatches, where this rank has the generator to itself
         self.gathering = False  # `gathers`, in the step that runs
         self._final = None if self.attached else OUTPUT  # the output that leaves the pipeline
+
+    def hold(self, loss: nn.Module | None) -> None:
+        """Take this loss beside the stage: what its forwards may read and write, and train, from here on."""
+        self.holds = self.part.module if loss is None else StageAndLoss(self.part.module, loss)
+        self._buffers = Buffers(self.part.index, self.holds)
+        self._attributes = Attributes(self.part.index, self.holds)
+        self.fresh = FreshGradients(self.holds)
 
     @property
     def gathers(self) -> bool:

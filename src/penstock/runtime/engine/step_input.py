@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.runtime.batch.comparison import Readers
 from penstock.runtime.batch.fingerprint import FingerprintedBatch
 from penstock.runtime.batch.microbatch import Batch
-from penstock.runtime.loss.pair_check import PairCheck
+from penstock.runtime.loss.check import StepCheck
 from penstock.runtime.loss.shares import Shares
 
 
@@ -31,7 +31,7 @@ class StepInput:
     batch_dims: Mapping[str | int, Any] = field(default_factory=dict)  # where the rows of the batch's tensors are
     attached: bool = False  # the output goes back to the user's graph: there is no loss here
     output_gradients: list[list[Tensor | None]] = field(default_factory=list)  # that came from there, by microbatch
-    check: PairCheck | None = None  # of the loss, in a step that needs one
+    check: StepCheck | None = None  # of the loss, in a step that needs one
     replicas: int = 1  # that work on a batch each
     steps: int | None = None  # that this rank has completed
     fingerprinted: FingerprintedBatch | None = None  # where ranks compare what they were given

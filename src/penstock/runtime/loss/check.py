@@ -1,161 +1,298 @@
-"""Which batches a loss is to be checked on: whether the losses of their microbatches make the loss of the batch.
+"""Whether the losses of microbatches make the loss of the batch, asked of the loss itself, again and again.
 
 If they do not, the loss is a mean over something else, or a sum, or it compares rows with each other; then neither the
-batch's loss nor its gradients would be those of the whole batch, and that is an error with both numbers (`pair_check`).
-All neighbours of a pipeline's first step are asked, and again in a step whose batch is of another kind: other shapes,
-or the first in which microbatches differ in how much of a target or a mask is 0, negative or nan, or in its mean.
+batch's loss nor its gradients would be those of the whole batch, and that is an error with both numbers. Two things
+find it out. What a loss is divided by is read off its graph at every microbatch (`reading`, `BatchShares.check`). And
+here the loss is called on two microbatches taken together, once more, without gradients: on all neighbours in the first
+step, and whenever the loss computes something that it has not computed before; on one pair by turns in later steps.
+
+Nothing waits for a device: all numbers are looked at when the step ends.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Hashable, Iterator
-from typing import TYPE_CHECKING, Any
+import copy
+import math
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.runtime.batch.microbatch import Batch, Dims
-from penstock.runtime.loss.pair_check import PairCheck
+from penstock.errors import ModelError
+from penstock.model.random_states import global_states, put_back, random_state, states_of
+from penstock.runtime.batch.microbatch import Batch, Dims, dims_of_leaves
+from penstock.runtime.batch.rowed import is_rowed
+from penstock.runtime.loss.losses import check_loss
+from penstock.runtime.loss.module import module_of
+from penstock.runtime.loss.reading import Reading, names_below
 
 if TYPE_CHECKING:
     from penstock.runtime.loss.shares import BatchShares, Weighing
 
-Label = tuple[str, str | int, int]  # where in a microbatch: the field, the name or position there, the leaf
-Mark = tuple[Label, str]  # a tensor of the batch, and a kind of mark that counts there
-UNEVEN = 1e-6  # above what sums of the same numbers differ by
-KINDS = 16  # of batches by their shapes; where these change at every step, they are not asked for ever
+APART = 32  # microbatches that come between two that are taken together, so that it costs less than 1 % of a step
+KINDS = 16  # of losses by what they compute; one that computes something else each time is not asked each time
+FEW = 64  # roundings that two numbers may be apart
+FEW_OF_COARSE, COARSE = 4, 1e-4  # and of numbers that are coarser than this
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)  # of a loss, if it takes
+# rows of one microbatch only, or what was joined is no row
 
 
-class LossChecks:
-    """What has been asked of one pipeline's loss."""
+class CannotJoinError(Exception):
+    """Two microbatches that cannot be joined."""
 
-    def __init__(self, loss_fn: Callable[..., Any] | None, weighing: Weighing, dims: Dims) -> None:
-        self.loss_fn, self.weighing, self.dims = loss_fn, weighing, dims
-        self._off = weighing.options.per_microbatch or weighing.is_known
-        self._asked: set[Hashable] = set()
-        self._said = False
-        self._uneven: set[Mark] = set()  # what was not alike in all microbatches when it was asked
 
-    def begin(self, batch: Batch, shares: BatchShares) -> PairCheck | None:
-        """The check of a step that needs one."""
-        if self._off or len(batch.args) < 2:
+class DrawsError(CannotJoinError):
+    """A loss that is another one each time."""
+
+
+class LossCheck:
+    """The check of one loss, over all steps."""
+
+    def __init__(self, weighing: Weighing, dims: Dims) -> None:
+        self.weighing, self.dims = weighing, dims
+        self._steps = {True: 0, False: 0}  # that have passed: of training, and evaluations
+        self._kinds: set[Hashable] = set()  # of what the loss computes
+
+    def begin(self, batch: Batch, shares: BatchShares, training: bool) -> StepCheck | None:
+        """Return the check of a step; None where the loss is known, or there is nothing to compare."""
+        if self.weighing.loss_fn is None or not self.weighing.is_checked or len(batch.args) < 2:
             return None
-        shapes = _shapes(batch) if len(self._asked) < KINDS else ()
-        uneven = uneven_marks(batch)
-        if shapes in self._asked and uneven <= self._uneven:
-            return None
-        return PairCheck(self, batch, shares, shapes, uneven)
+        pairs, step = len(batch.args) - 1, self._steps[training]
+        turn, left = divmod(step, max(1, APART // len(batch.args)))
+        return StepCheck(self, batch, shares, range(pairs) if not step else () if left else (turn % pairs,), training)
 
-    def passed(self, shapes: Hashable, uneven: set[Mark]) -> None:
-        """A batch of this kind needs no further check."""
-        self._asked.add(shapes)
-        self._uneven |= uneven
+    def is_new(self, kind: Hashable) -> bool:
+        """Whether the loss has not computed this before."""
+        return kind not in self._kinds and len(self._kinds) < KINDS
 
-    def cannot_tell(self, why: str) -> None:
-        """Say so, once."""
-        if not self._said:
-            self._said = True
-            warnings.warn(
-                f"whether the losses of microbatches add up to the loss of the batch could not be checked: {why}. If "
-                f"it is neither a mean over rows nor a cross-entropy, see LossOptions(weight=) and (reduction=); "
-                f"LossOptions(per_microbatch=True) confirms that it is as you mean it",
-                stacklevel=2,
-            )
+    def passed(self, training: bool, kinds: set[Hashable]) -> None:
+        """Count a step whose losses are right."""
+        self._steps[training] += 1
+        self._kinds |= kinds
 
 
-def _shapes(batch: Batch) -> Hashable:
-    leaves = pytree.tree_leaves((batch.args[0], batch.kwargs[0], batch.targets[0], batch.loss_kwargs[0]))
-    return tuple((leaf.dtype, leaf.shape) for leaf in leaves if isinstance(leaf, Tensor))
+class _Given(NamedTuple):
+    """What the loss of one microbatch is called with."""
+
+    number: int
+    rows: int
+    output: Any
+    target: Any
+    extra: Mapping[str, Any]
 
 
-# -- what in a batch may say how much of it counts
+class _Together(NamedTuple):
+    """Two microbatches, and their loss together."""
+
+    one: int
+    two: int
+    loss: Tensor
+    swapped: Tensor  # the same with the rows in another order: how large rounding is
+    largest: list[Tensor]  # numbers that the loss was given
+    eps: float
 
 
-def uneven_marks(batch: Batch) -> set[Mark]:
-    """What may say what counts, and some microbatches have more of than others."""
-    found: set[Mark] = set()
-    for place, _ in telling(batch, 0):
-        pieces = [at(batch, number, place) for number in range(len(batch.args))]
-        if all(isinstance(piece, Tensor) for piece in pieces):
-            for kind, shares in marks([piece.detach().reshape(-1) for piece in pieces]).items():
-                if max(shares) - min(shares) > UNEVEN * max(map(abs, shares)):
-                    found.add((place, kind))
-    return found
+class StepCheck:
+    """The check of one step. `due`: the places, in the order of forwards, of microbatches that go with the next one."""
+
+    def __init__(
+        self, checks: LossCheck, batch: Batch, shares: BatchShares, due: range | tuple[int, ...], training: bool
+    ) -> None:
+        self._checks, self._batch, self._shares, self._training = checks, batch, shares, training
+        self._due = set(due)
+        self._before: _Given | None = None
+        self._seen: set[int] = set()
+        self._kinds: set[Hashable] = set()
+        self._together: list[_Together] = []
+
+    def saw(self, number: int, output: Any, loss: Tensor, reading: Reading | None) -> None:
+        """Take the output and the loss of a microbatch, in its forward."""
+        batch, place = self._batch, len(self._seen)
+        if number in self._seen:  # it is recomputed
+            return
+        self._seen.add(number)
+        target, extra = batch.targets[number], batch.loss_kwargs[number]
+        if self._checks.weighing.is_elementwise(output, target, extra):
+            return
+        names = None if reading is None else (reading.names, names_below(loss, output) if place == 0 else None)
+        kind = (names, frozenset(extra))
+        self._kinds.add(kind)
+        if self._checks.is_new(kind):
+            self._due |= {place - 1, *range(place, len(batch.args) - 1)}
+        before, self._before = self._before, None
+        try:
+            if place in self._due or (before is not None and place - 1 in self._due):
+                if batch.rows is None:
+                    raise CannotJoinError("nothing says how many rows they have")
+                output, target, extra = pytree.tree_map_only(Tensor, Tensor.detach, (output, target, dict(extra)))
+                mine = _Given(number, batch.rows[number], output, target, extra)
+                self._before = mine if place in self._due else None
+                if before is not None:
+                    self._compare(before, mine, loss.dtype)
+        except DrawsError:
+            self._checks.weighing.draws, self._due, self._before = True, set(), None
+            self._checks.weighing.cannot_tell("it draws random numbers")
+        except CannotJoinError as error:
+            if reading is None or not reading.is_complete:
+                self._checks.weighing.cannot_tell(str(error))
+
+    def _compare(self, one: _Given, two: _Given, kind: torch.dtype) -> None:
+        together, swapped = self._join(one, two), self._join(two, one)
+        floats = [
+            each
+            for each in pytree.tree_leaves(together)
+            if isinstance(each, Tensor) and each.is_floating_point() and each.numel()
+        ]
+        kinds = {each.dtype for each in floats} | {kind}
+        kinds |= {torch.get_autocast_dtype(each) for each in ("cpu", "cuda") if torch.is_autocast_enabled(each)}
+        eps = max(torch.finfo(each).eps for each in kinds if each.is_floating_point)
+        losses = [_untouched(self._checks.weighing.loss_fn, each) for each in (together, swapped)]
+        with torch.no_grad():
+            largest = [_whole(each).abs().amax() for each in floats]
+        self._together.append(_Together(one.number, two.number, losses[0], losses[1], largest, eps))
+
+    def _join(self, one: _Given, two: _Given) -> tuple[Any, Any, dict[str, Any]]:
+        if one.extra.keys() != two.extra.keys():
+            raise CannotJoinError("microbatches have different loss_kwargs")
+        rows, dims = (one.rows, two.rows), self._checks.dims
+
+        def joined(label: str, a: Any, b: Any) -> Any:
+            leaves, specs = zip(*(pytree.tree_flatten(each, is_leaf=is_rowed) for each in (a, b)), strict=True)
+            if specs[0] != specs[1]:
+                raise CannotJoinError(f"microbatches differ in the structure of their {label}")
+            places = dims_of_leaves(label, dims.get(label, 0), a, len(leaves[0]))
+            found = [_join_leaf(label, x, y, dim, rows) for x, y, dim in zip(*leaves, places, strict=True)]
+            return pytree.tree_unflatten(found, specs[0])
+
+        return (
+            joined("output", one.output, two.output),
+            joined("target", one.target, two.target),
+            {name: joined(name, one.extra[name], two.extra[name]) for name in one.extra},
+        )
+
+    # -- when the step ends
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The numbers that are still to be looked at."""
+        return [value for each in self._together for value in (each.loss, each.swapped, *each.largest)]
+
+    def judge(self, numbers: dict[int, float], losses: Mapping[int, float]) -> None:
+        """Raise if two microbatches have another loss together than their own losses make."""
+        for each in self._together:
+            self._judge(each, numbers, losses)
+
+    def passed(self) -> None:
+        """Count the step: its losses are right."""
+        self._checks.passed(self._training, self._kinds)
+
+    def _judge(self, pair: _Together, numbers: dict[int, float], losses: Mapping[int, float]) -> None:
+        both = (pair.one, pair.two)
+        own, weights = [losses[number] for number in both], [self._shares.weight(number) for number in both]
+        expected, found = _expected(own, weights), numbers[id(pair.loss)]
+        if math.isinf(expected) or weights == [0, 0] or not math.isfinite(found):
+            return  # a batch without a mean is refused elsewhere (`shares`)
+        few = FEW if pair.eps < COARSE else FEW_OF_COARSE
+        scale = max(abs(found), *(abs(loss) for loss, weight in zip(own, weights, strict=True) if weight != 0))
+        if abs(found - expected) <= few * pair.eps * scale:
+            return
+        if math.isfinite(expected):
+            # signed terms may cancel, so that rounding is large beside their mean: the rows in another order show it
+            noise = abs(numbers[id(pair.swapped)] - found)
+            largest = max((numbers[id(each)] for each in pair.largest), default=0.0)
+            if abs(found - expected) <= min(few * noise, max(math.sqrt(pair.eps) * scale, few * pair.eps * largest)):
+                return
+        words = [
+            f"{loss:.7g}" + ("" if weight is None else f" (weighing {weight:g})")
+            for loss, weight in zip(own, weights, strict=True)
+        ]
+        raise disagreement(
+            f"the loss of microbatches {pair.one} and {pair.two} taken together is {found:.7g}, but their own, "
+            f"{words[0]} and {words[1]}, make {expected:.7g}",
+            adds=abs(found - sum(own)) <= few * pair.eps * scale,
+        )
 
 
-def marks(pieces: list[Tensor]) -> dict[str, list[float]]:
-    """By kind of mark, the share of each piece's entries that have it: what often means "ignored", or how much counts.
-
-    That is 0 in masks and of padding, numbers below 0, 255 in images, nan; and the mean, of weights and lengths.
-    """
-    flat = torch.cat(pieces)
-    if flat.is_meta:
-        return {}
-    found = {"0": flat == 0}
-    if flat.is_floating_point():
-        found |= {"nan": flat.isnan(), "mean": flat.nan_to_num()}
-    else:
-        found |= {"below 0": flat < 0, "255": flat == 255, "mean": flat}
-    sizes = [max(1, piece.numel()) for piece in pieces]
-    return {
-        kind: [total / size for total, size in zip(sums(each, pieces), sizes, strict=True)]
-        for kind, each in found.items()
-    }
+def disagreement(what: str, adds: bool) -> ModelError:
+    """Return the error for losses of microbatches that do not make the batch's."""
+    first = (
+        "they add up, so pass loss_options=LossOptions(reduction='sum')"
+        if adds
+        else "pass loss_options=LossOptions(reduction='sum') if losses add up"
+    )
+    return ModelError(
+        f"{what}: neither the batch's loss nor its gradients would be those of the whole batch in one piece; {first}. "
+        f"If the loss is a mean over something else than rows, pass weight=, a function that counts it, of the "
+        f"target or of anything that step() is passed, by name, such as lambda labels: (labels != -100).sum(). If it "
+        f"compares rows with each other, as a contrastive loss does, it can only compare those of one microbatch: pass "
+        f"per_microbatch=True if that is what you mean"
+    )
 
 
-def sums(flat: Tensor, pieces: list[Tensor]) -> list[float]:
-    """The sum of each piece's part of a tensor that has all pieces in a row."""
-    found: list[float]
-    if len({piece.numel() for piece in pieces}) == 1:
-        found = flat.view(len(pieces), -1).sum(1, dtype=torch.float64).tolist()
-        return found
-    ends = torch.cat([flat.new_zeros(1, dtype=torch.float64), flat.cumsum(0, dtype=torch.float64)])
-    offsets = torch.tensor([0, *(piece.numel() for piece in pieces)]).cumsum(0).to(flat.device)
-    found = ends[offsets].diff().tolist()
-    return found
+def _expected(losses: list[float], weights: list[float | None]) -> float:
+    """Return the loss that two make; nan where they have no mean."""
+    if None in weights:
+        return sum(losses)
+    total = sum(weight or 0.0 for weight in weights)
+    counted = [loss * (weight or 0.0) for loss, weight in zip(losses, weights, strict=True) if weight]
+    return sum(counted) / total if total else math.nan
 
 
-def at(batch: Batch, number: int, place: Label) -> Any:
-    """One leaf of a microbatch; None where it has no such leaf."""
-    field, name, leaf = place
-    if field == "target":
-        value = batch.targets[number]
-    elif field == "args":
-        args = batch.args[number]
-        value = args[name] if isinstance(name, int) and name < len(args) else None
-    else:
-        value = getattr(batch, field)[number].get(name)
-    leaves = [value] if type(value) is Tensor else pytree.tree_leaves(value)
-    return leaves[leaf] if leaf < len(leaves) else None
+def _join_leaf(label: str, one: Any, two: Any, dim: int | None, rows: tuple[int, int]) -> Any:
+    cannot = CannotJoinError(f"the {label} of microbatches cannot be joined by rows")
+    if not isinstance(one, Tensor) or not isinstance(two, Tensor):
+        if one is two or (type(one) is type(two) and isinstance(one, (int, float, str)) and one == two):
+            return one
+        raise cannot
+    if one.is_nested or two.is_nested or one.layout is not torch.strided:
+        raise cannot
+    along = dim or 0
+    same = one.shape == two.shape
+    blocks = [0, 0]  # entries for each row
+    if dim is not None and one.dim() and one.dim() == two.dim():
+        # what all microbatches share is at one place; and so are pieces of an expanded row
+        shared = same and one.numel() and one.data_ptr() == two.data_ptr() and one.stride(dim) != 0
+        each = zip((one, two), rows, strict=True)
+        blocks = [0, 0] if shared else [0 if leaf.shape[dim] % r else leaf.shape[dim] // r for leaf, r in each]
+    if blocks != [1, 1] and same and type(one) is type(two) is Tensor:
+        # other tensors are not compared: all ranks would have to, or the device be waited for
+        equal = one.data_ptr() == two.data_ptr() or (one.device.type == "cpu" and torch.equal(one, two))
+        if equal:
+            return one
+    if blocks[0] != blocks[1] or not blocks[0] or one.narrow(along, 0, 0).shape != two.narrow(along, 0, 0).shape:
+        raise cannot
+    return torch.cat([one, two], along)
 
 
-def integers(batch: Batch, number: int) -> Iterator[tuple[Label, Tensor]]:
-    """The tensors of whole numbers in a microbatch; those that are likely to be targets first."""
-    return ((place, each) for place, each in _tensors(batch, number) if not each.is_floating_point())
+def _whole(value: Tensor) -> Tensor:
+    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole
 
 
-def telling(batch: Batch, number: int) -> Iterator[tuple[Label, Tensor]]:
-    """The tensors of a microbatch that may say what counts: whole numbers, and of fractions what a loss is told."""
-    for place, each in _tensors(batch, number):
-        field, name, _ = place
-        told = field in ("target", "loss_kwargs") or any(word in str(name) for word in ("label", "mask", "weight"))
-        if told or not each.is_floating_point():
-            yield place, each
+def _untouched(loss_fn: Callable[..., Any] | None, given: tuple[Any, Any, dict[str, Any]]) -> Tensor:
+    """Call a loss without a trace: a module is called on a copy, and random numbers are put back."""
+    assert loss_fn is not None
+    before, seen = global_states(), states_of([], torchs=True)
+    output, target, extra = given
+    try:
+        with torch.no_grad():
+            loss = check_loss(_twin(loss_fn)(output, target, **extra)).detach().clone()
+    except FAILURES as error:
+        raise CannotJoinError(f"it raised {type(error).__name__} ({error}) for two microbatches together") from None
+    finally:
+        drew = states_of([], torchs=True) != seen or not all(map(torch.equal, random_state()[1], before[2][1]))
+        if drew:
+            put_back(before)
+    if drew:
+        raise DrawsError
+    return loss
 
 
-def _tensors(batch: Batch, number: int) -> Iterator[tuple[Label, Tensor]]:
-    named = [("loss_kwargs", name, value) for name, value in batch.loss_kwargs[number].items()]
-    kwargs = sorted(batch.kwargs[number].items(), key=lambda each: not _sounds_like_target(each[0]))
-    named += [("kwargs", name, value) for name, value in kwargs]
-    fields: list[tuple[str, str | int, Any]] = [("target", "target", batch.targets[number]), *named]
-    fields += [("args", place, value) for place, value in reversed(list(enumerate(batch.args[number])))]
-    for field, name, value in fields:
-        for leaf, each in enumerate(pytree.tree_leaves(value)):
-            if isinstance(each, Tensor) and each.dim() and not each.is_complex():
-                yield (field, name, leaf), each
-
-
-def _sounds_like_target(name: str) -> bool:
-    return any(word in name for word in ("label", "target"))
+def _twin(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a loss that is a module, or a method of one, with a state of its own: only parameters are shared."""
+    module = module_of(loss_fn)
+    if not isinstance(module, nn.Module):
+        return loss_fn
+    return copy.deepcopy(loss_fn, {id(parameter): parameter for parameter in module.parameters()})

@@ -1,9 +1,6 @@
 """The losses of microbatches, what enters the backward at each, and losses from inside stages.
 
-A loss comes from the loss function or from the model itself. What it was divided by is read off its graph: a
-cross-entropy may be anywhere, in a lambda, in a wrapper of the user's, in a Hugging Face model that takes `labels`. Its
-node knows all that matters: whether it is a mean, over how much, and the very targets that it saw. Found again among
-the tensors of the microbatch, these say how to weigh all microbatches before they have run (`shares`).
+A loss comes from the loss function or from the model itself. What it was divided by is read off its graph (`reading`).
 """
 
 from __future__ import annotations
@@ -11,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +17,11 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.runtime.batch.microbatch import Batch
+from penstock.runtime.loss.reading import read_loss
 
 if TYPE_CHECKING:
-    from penstock.runtime.loss.pair_check import PairCheck
+    from penstock.runtime.loss.check import StepCheck
     from penstock.runtime.loss.shares import Shares
-
-NEGATIVE_LOG_LIKELIHOOD = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
-SCALED = frozenset({"DivBackward0", "MulBackward0"})
-ANOTHER_TYPE = "ToCopyBackward0"
-MEAN = 1  # torch's number for that reduction
 
 
 def check_loss(loss: Any) -> Tensor:
@@ -49,7 +42,7 @@ class StepLosses:
         batch: Batch,
         loss_fn: Callable[..., Any] | None,
         shares: Shares,
-        check: PairCheck | None,
+        check: StepCheck | None,
         training: bool,
         scale: float,
         replicas: int,
@@ -71,50 +64,11 @@ class StepLosses:
         else:
             loss = self._loss_fn(output, target, **extra)
         if isinstance(loss, Tensor):
-            if shares.learns:
-                reading = read_loss(loss)
-                if reading is not None or shares.measure is None:
-                    shares.saw(microbatch, reading)
+            reading = read_loss(loss) if shares.reads or shares.measure is None else None
+            shares.saw(microbatch, reading)
             if self._check is not None:
-                self._check.saw(microbatch, output, loss)
+                self._check.saw(microbatch, output, loss, reading)
         return None if loss is None else check_loss(loss)
-
-
-class LossReading(NamedTuple):
-    """A cross-entropy that a loss is, whether scaled or not."""
-
-    node: Any
-    factors: tuple[Tensor, ...]  # that it was multiplied with or divided by
-
-    @property
-    def mean(self) -> bool:
-        """Else it is a sum."""
-        return bool(self.node._saved_reduction == MEAN)
-
-    @property
-    def total(self) -> Tensor:
-        """Over how much it is a mean."""
-        total: Tensor = self.node._saved_total_weight
-        return total.detach()
-
-
-def read_loss(loss: Tensor) -> LossReading | None:
-    """The cross-entropy at the root of a loss; None where that is something else, or there is no graph."""
-    node: Any = loss.grad_fn
-    factors: tuple[Tensor, ...] = ()
-    while node is not None:
-        name = node.name()
-        if name in NEGATIVE_LOG_LIKELIHOOD:
-            return LossReading(node, factors)
-        if name in SCALED:
-            (scaled, _), (by, _) = node.next_functions
-            if scaled is None or by is not None:
-                return None
-            factors = (*factors, node._saved_other.detach())
-        elif name != ANOTHER_TYPE:
-            return None
-        node = node.next_functions[0][0]
-    return None
 
 
 def trained_loss(loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -167,8 +121,11 @@ def _misfit(error: BaseException, output: Any, target: Any) -> str | None:
 
 def _no_loss(output: Any, target: Any) -> str:
     shape = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    several = sum(map(_is_scalar, output)) if isinstance(output, (tuple, list)) else 0
+    shape += f" with {several} scalars" if several else ""
     beside = "" if target is None else " (a target alone computes none)"
     labels = hasattr(output, "loss") or (isinstance(output, Mapping) and "loss" in output)
+    labels |= isinstance(output, (tuple, list)) and any(each is None for each in output)
     own = "its loss is None: pass what it computes it from, such as labels=" if labels else "pass loss_fn="
     return f"there is no loss_fn, and the model returned {shape}, which is no loss{beside}; {own}"
 
@@ -194,11 +151,21 @@ def _called(loss_fn: Callable[..., Any] | None) -> str:
 
 
 def own_loss(output: Any) -> Any:
-    """Without a loss_fn: the output is the loss, or carries it under that name (as Hugging Face models do)."""
+    """Return what is the loss without a loss_fn: the output, what it has by that name, or its only scalar.
+
+    Hugging Face's models return it by name; many models beside, in a tuple of logits and loss.
+    """
     if isinstance(output, Mapping):
         return output.get("loss", output)
     loss = getattr(output, "loss", None)
-    return loss if isinstance(loss, Tensor) else output
+    if isinstance(loss, Tensor):
+        return loss
+    scalars = [each for each in output if _is_scalar(each)] if isinstance(output, (tuple, list)) else []
+    return scalars[0] if len(scalars) == 1 else output
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 # -- what enters the backward, and the sum that losses make
@@ -223,8 +190,12 @@ class Seeds:
             shares = self._shares.if_counts(microbatch)
             if shares is None:
                 return None
-            seeds = torch.tensor([share * self._scale for share in shares], dtype=torch.float64)
-            made = seeds.to(loss.device, loss.dtype).unbind()
+            scaled = [share * self._scale for share in shares]
+            made: Sequence[Tensor]
+            if loss.device.type == "cpu":
+                made = torch.tensor(scaled, dtype=torch.float64).to(loss.dtype).unbind()
+            else:
+                made = [loss.new_full((), share) for share in scaled]  # which does not wait for the device
             self.made[kind] = tuple(seed if share else None for seed, share in zip(made, shares, strict=True))
         return self.made[kind][microbatch]
 
@@ -235,7 +206,7 @@ class Seeds:
 
 
 def sum_in_order(losses: Tensor, shares: Sequence[float]) -> float:
-    """The batch's loss with the bits of a plain loop: `total = total + loss * share`, rounded at every step.
+    """Add the losses, which are on the host, with the bits of a plain loop: `total = total + loss * share`.
 
     In Python's numbers, because 64 operations on tensors of one element cost more than the step's exchange. These are
     doubles; of two floats, the sum in doubles, rounded once more, is the floats' own (53 bits >= 2 * 24 + 2).
@@ -246,7 +217,7 @@ def sum_in_order(losses: Tensor, shares: Sequence[float]) -> float:
         return sum(terms[1:], terms[0]).item() if terms else 0.0
     rounded: Callable[[float], float] = _as_float if losses.dtype is torch.float32 else float
     result: float | None = None
-    weighted: list[float] = (losses * torch.tensor(shares, dtype=losses.dtype, device=losses.device)).tolist()
+    weighted: list[float] = (losses * torch.tensor(shares, dtype=losses.dtype)).tolist()
     for number in counted:
         result = weighted[number] if result is None else rounded(result + weighted[number])
     return 0.0 if result is None else result  # all 0: it is other replicas' batches that count
@@ -274,6 +245,25 @@ def torch_reduction(loss_fn: Any, more: Mapping[str, Any]) -> str | None:
         return None
     reduction: str = options.get("reduction", "mean")
     return reduction
+
+
+ELEMENTWISE = frozenset({
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "soft_margin_loss", "MSELoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BCELoss", "BCEWithLogitsLoss",
+    "SoftMarginLoss",
+})  # fmt: skip
+
+
+def is_elementwise(loss_fn: Any) -> bool:
+    """Return whether this is a mean or sum of torch's own over pairs of an entry and its target, with plain options."""
+    function, options = unwrapped(loss_fn)
+    name = getattr(function, "__name__", type(function).__name__)
+    if name not in ELEMENTWISE or torch_reduction(loss_fn, {}) not in ("mean", "sum"):
+        return False
+    if isinstance(function, nn.Module):
+        hooks = (function._forward_hooks, function._forward_pre_hooks, function._backward_hooks)
+        return type(function) is getattr(nn, name) and not any(hooks) and not any(True for _ in function.buffers())
+    return not any(isinstance(value, Tensor) for value in options.values())
 
 
 def unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any]]:

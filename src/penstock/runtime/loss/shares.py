@@ -1,10 +1,12 @@
 """Each microbatch's share of the batch's loss, in one step, on the rank of the last stage.
 
-What microbatches weigh is told by the user (`LossOptions`), known of the loss (torch's own
+What microbatches weigh is given by the user (`LossOptions`), known of the loss (torch's own
 cross-entropy), or else found out when the first loss of the step has been computed: before the first backward needs a
-share. If that loss is a cross-entropy of something in the batch, its entries are what counts; if it is a sum, losses
-add up; else rows count, and whether that is right is for `check` to say. What was found out holds for later
-steps, in which every loss that shows what it was divided by must agree.
+share. If that loss has a cross-entropy of something in the batch, its entries are what counts; if it is a sum, losses
+add up; else rows count. What was found out holds for later steps.
+
+Whether it is right shows in every step: each term of the batch must count alike, whichever microbatch it is in. What
+terms are divided by is read off the graph of each loss, and compared when the step ends (`check`).
 
 A gradient is right when its seed is: each microbatch's loss is seeded with its share of the batch, and `.grad` is never
 touched afterwards. So several steps before one optimizer step just add, tied parameters are not scaled twice, and hooks
@@ -13,7 +15,9 @@ see final numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +26,8 @@ from torch import Tensor
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.loss.loss_options import LossOptions
-from penstock.runtime.loss.losses import LossReading, torch_reduction
+from penstock.runtime.loss.losses import is_elementwise, torch_reduction
+from penstock.runtime.loss.reading import Reading, Term
 from penstock.runtime.loss.weights import Counted, Entries, Measure, cross_entropy, find_entries
 
 ITEMS = "num_items_in_batch"
@@ -86,19 +91,24 @@ class OtherReplicas(Protocol):
 
 
 class Weighing:
-    """How the microbatches of one pipeline weigh."""
+    """A pipeline's loss and how its microbatches weigh; another loss has another one."""
+
+    draws = False  # random numbers, so that there is nothing to compare
 
     def __init__(
         self,
         loss_fn: Callable[..., Any] | None,
         options: LossOptions,
         names: Sequence[str],
+        uneven: Callable[[str], None] | None = None,
     ) -> None:
-        self._loss_fn = loss_fn
+        self.loss_fn = loss_fn
         self.options = options
+        self.uneven = uneven  # is called with a difference, in the place of an error
         self._given: Measure | None = None
-        self.is_known = False  # by definition, so that there is nothing to check
         self._found: dict[Hashable, Measure] = {}  # by what the batch consists of
+        self._warned = False
+        is_known = False
         if options.reduction == "sum" or (options.reduction is None and torch_reduction(loss_fn, {}) == "sum"):
             self._given = SUM
         elif options.weight is not None:
@@ -106,7 +116,25 @@ class Weighing:
         elif options.per_microbatch:
             self._given = ROWS
         elif (known := cross_entropy(loss_fn)) is not None:
-            self._given, self.is_known = known, True
+            self._given, is_known = known, True
+        self.is_checked = not options.per_microbatch and not is_known
+        self._elementwise = options == LossOptions() and is_elementwise(loss_fn)
+
+    def is_elementwise(self, output: Any, target: Any, extra: Mapping[str, Any]) -> bool:
+        """Whether this is one of torch's own losses that compares each entry with its target."""
+        tensors = isinstance(output, Tensor) and isinstance(target, Tensor)
+        return self._elementwise and tensors and output.shape == target.shape and not extra
+
+    def cannot_tell(self, why: str) -> None:
+        """Warn, once."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"whether the losses of microbatches add up to the loss of the batch could not be checked: {why}. If "
+                f"it is neither a mean over rows nor a cross-entropy, see LossOptions(weight=) and (reduction=); "
+                f"LossOptions(per_microbatch=True) confirms that it is as you mean it",
+                stacklevel=2,
+            )
 
     def looks_at(self, name: str | int) -> bool:
         """Whether the weight looks at that argument of step(), by its name or position."""
@@ -118,13 +146,13 @@ class Weighing:
         return "never" if self._given is SUM else "before" if self._given is not None or self._found else "during"
 
     @property
-    def learns(self) -> bool:
+    def reads(self) -> bool:
         """Whether what losses are divided by is read off their graphs."""
-        return self._given is None
+        return (self.is_checked or self.uneven is not None) and not self.draws and not self._elementwise
 
     def measure(self, batch: Batch, replicas: int) -> Measure | None:
         """What the microbatches of this batch are measured by, if that is known before they have run."""
-        if self._given is None and torch_reduction(self._loss_fn, batch.loss_kwargs[0]) == "sum":
+        if self._given is None and torch_reduction(self.loss_fn, batch.loss_kwargs[0]) == "sum":
             return SUM
         found = self._given or self._found.get(_consists_of(batch, replicas))
         if not isinstance(found, Entries) or found.is_there(batch):
@@ -150,7 +178,8 @@ class Shares:
     """Equal shares, for ranks that compute no loss."""
 
     wants_graph = False  # of a loss that is computed without one
-    learns = False  # whether what losses are divided by is read off their graphs
+    reads = False  # whether what losses are divided by is read off their graphs
+    tensors: Sequence[Tensor] = ()  # the numbers that `check` looks at
     measure: Measure | None = None
 
     def __init__(self, count: int, share: float) -> None:
@@ -165,11 +194,11 @@ class Shares:
         shares = self()
         return shares if shares[number] != 0 else None
 
-    def saw(self, number: int, reading: LossReading | None) -> None:
-        """What the graph of a microbatch's loss says, if anything."""
+    def saw(self, number: int, reading: Reading | None) -> None:
+        """Take what was read of a microbatch's loss, if anything."""
 
-    def check(self) -> list[float]:
-        """At the end of a step: the shares; raises where losses were divided by something else than was thought."""
+    def check(self, numbers: dict[int, float]) -> list[float]:
+        """Return the shares, at the end of a step; raise where terms of the batch do not count alike."""
         return self()
 
 
@@ -179,14 +208,13 @@ class BatchShares(Shares):
     def __init__(self, weighing: Weighing, batch: Batch, replicas: OtherReplicas, training: bool) -> None:
         super().__init__(len(batch.args), 1.0)
         self._weighing, self._batch, self._replicas = weighing, batch, replicas
-        self.learns = weighing.learns
+        self.reads = weighing.reads
         self._late = weighing.when == "during" and replicas.replicas > 1
         self._settled = False
         self._empty: set[int] = set()  # microbatches that weigh nothing, while nothing is known of others
-        self._divided: dict[int, Tensor] = {}  # by microbatch: over how much its loss is a mean
+        self._readings: dict[int, Reading] = {}  # by microbatch
         self._total: Callable[[], float] | None = None
         self._refused: ModelError | UsageError | None = None
-        self._scaled = False  # the loss is a multiple of what was read
         self.weights: list[float] | None = None  # None: losses add up, or nothing is known yet
         self.measure = None
         try:
@@ -233,25 +261,27 @@ class BatchShares(Shares):
         return None if self.weights is None else self.weights[number]
 
     @property
-    def is_read(self) -> bool:
-        """Whether the loss itself said what it is, so that there is nothing to check."""
-        return self.learns and not self._scaled and isinstance(self.measure, (Entries, type(SUM)))
+    def tensors(self) -> list[Tensor]:  # type: ignore[override]
+        return [each for reading in self._readings.values() for each in reading.tensors]
 
-    def saw(self, number: int, reading: LossReading | None) -> None:
-        if reading is not None and reading.mean:
-            self._divided[number] = reading.total
-            self._scaled = self._scaled or bool(reading.factors)
-        if self.measure is not None:
-            return
-        if reading is None:
+    def saw(self, number: int, reading: Reading | None) -> None:
+        if reading is not None:
+            self._readings[number] = reading
+        if self.measure is None:
+            terms = () if reading is None else reading.terms
+            self._learn(number, next((term for term in terms if term.is_likelihood), None))
+
+    def _learn(self, number: int, term: Term | None) -> None:
+        """Find out what counts from the likelihood in a loss: before a backward, and so waiting for the device."""
+        if term is None:
             self._take(ROWS)
-        elif not reading.mean:
-            adds = all(is_constant(factor, self._batch, number) for factor in reading.factors)
+        elif not term.is_mean:
+            adds = all(is_items(factor, self._batch, number) for factor, power in term.factors[:-1])
             self._take(SUM if adds else ROWS)
-        elif reading.total.item() == 0:  # all is ignored; others will tell what of
+        elif term.node._saved_total_weight.item() == 0:  # all is ignored; others will tell what of
             self._empty.add(number)
         else:
-            self._take(find_entries(reading, self._batch, number) or ROWS)
+            self._take(find_entries(term.node, self._batch, number) or ROWS)
 
     def _take(self, measure: Measure) -> None:
         if measure is SUM and self._weighing.options.reduction == "mean":
@@ -276,26 +306,49 @@ class BatchShares(Shares):
         total = sum(self._replicas.compare(sum(self.weights or ())))
         self._total = lambda: total
 
-    def check(self) -> list[float]:
-        shares = self()
-        if not self._divided or self.measure is None:
-            return shares
-        totals = torch.stack(list(self._divided.values()))
-        slack, divided = 8 * torch.finfo(totals.dtype).eps, dict(zip(self._divided, totals.tolist(), strict=True))
-        weights = [1.0] * len(self._batch.args) if self.weights is None else self.weights
-        most = max(divided, key=lambda number: divided[number])
-        for number, total in divided.items():
-            apart = abs(weights[number] * divided[most] - weights[most] * total)
-            if self.weights is None or apart > slack * weights[most] * divided[most]:
-                raise ModelError(
-                    f"the losses of microbatches {number} and {most} are means over {total:g} and {divided[most]:g} "
-                    f"entries, but count as {weights[number]:g} and {weights[most]:g}, by {self.measure}: neither the "
-                    f"batch's loss nor its gradients would be those of the whole batch in one piece; {REMEDY}"
-                )
+    def check(self, numbers: dict[int, float]) -> list[float]:
+        shares, weighing = self(), self._weighing
+        read = {number: each for number, each in self._readings.items() if shares[number] != 0}
+        if len(read) > 1 and not weighing.draws:
+            if weighing.loss_fn is None and not all(each.is_complete for each in read.values()):
+                weighing.cannot_tell("the model computes it, and it is no sum of means, cross-entropies and parameters")
+            names = next(iter(read.values())).names
+            if all(each.names == names for each in read.values()):
+                for terms in zip(*(each.terms for each in read.values()), strict=True):
+                    self._check_term(dict(zip(read, terms, strict=True)), numbers, shares)
         return shares
 
+    def _check_term(self, terms: Mapping[int, Term], numbers: dict[int, float], shares: list[float]) -> None:
+        """Each entry of the batch must count alike, unless it is one of all microbatches, such as a parameter."""
+        values = {number: term.value(numbers) for number, term in terms.items()}
+        slack = 32 * max(_rounding(term) for term in terms.values())
+        counts = {number: value * shares[number] for number, value in values.items()}
+        if not all(map(math.isfinite, counts.values())) or _alike(values, slack) or _alike(counts, slack):
+            return
+        one, two = sorted((min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)))
+        over = [1 / terms[number].value(numbers, plain=False) for number in (one, two)]
+        weights = self.weights or [1.0] * len(shares)
+        what = (
+            f"the losses of microbatches {one} and {two} are means over {over[0]:g} and {over[1]:g} entries, but count "
+            f"as {weights[one]:g} and {weights[two]:g}, by {self.measure}: neither the batch's loss nor its gradients "
+            f"would be those of the whole batch in one piece"
+        )
+        if self._weighing.uneven is None:
+            raise ModelError(f"{what}; {REMEDY}")
+        self._weighing.uneven(what)
 
-def is_constant(factor: Tensor, batch: Batch, number: int) -> bool:
-    """Whether a factor is the number of tokens in the whole batch, as Hugging Face models are told it."""
+
+def _rounding(term: Term) -> float:
+    kinds = [by.dtype for by, _ in term.factors if isinstance(by, Tensor) and by.is_floating_point()]
+    return max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float64).eps)
+
+
+def _alike(values: Mapping[int, float], slack: float) -> bool:
+    least, most = min(values.values()), max(values.values())
+    return most - least <= slack * max(abs(least), abs(most))
+
+
+def is_items(factor: Tensor | float, batch: Batch, number: int) -> bool:
+    """Return whether a factor is the number of tokens in the whole batch, as Hugging Face models are given it."""
     given = batch.kwargs[number].get(ITEMS)
-    return given is not None and not factor.dim() and factor.item() == float(given)
+    return given is not None and float(factor) == float(given)

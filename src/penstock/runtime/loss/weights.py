@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch
-from penstock.runtime.loss.check import Label, at, integers, sums
-from penstock.runtime.loss.losses import LossReading, torch_reduction, unwrapped
+from penstock.runtime.loss.losses import torch_reduction, unwrapped
 
+Label = tuple[str, str | int, int]  # where in a microbatch: the field, the name or position there, the leaf
 SHIFTS = ("", "padded", "dropped")
 
 
@@ -145,12 +146,23 @@ def weigh(pieces: list[Tensor], ignored: int, classes: Tensor | None) -> list[fl
     return sums(counted, pieces)
 
 
+def sums(flat: Tensor, pieces: list[Tensor]) -> list[float]:
+    """Return the sum of each piece's part of a tensor that has all pieces in a row."""
+    found: list[float]
+    if len({piece.numel() for piece in pieces}) == 1:
+        found = flat.view(len(pieces), -1).sum(1, dtype=torch.float64).tolist()
+        return found
+    ends = torch.cat([flat.new_zeros(1, dtype=torch.float64), flat.cumsum(0, dtype=torch.float64)])
+    offsets = torch.tensor([0, *(piece.numel() for piece in pieces)]).cumsum(0).to(flat.device)
+    found = ends[offsets].diff().tolist()
+    return found
+
+
 # -- what a cross-entropy saw, found again in its microbatch
 
 
-def find_entries(reading: LossReading, batch: Batch, number: int) -> Entries | None:
-    """How the targets that a loss saw follow from what its microbatch was given, if they do."""
-    node = reading.node
+def find_entries(node: Any, batch: Batch, number: int) -> Entries | None:
+    """Return how the targets that a likelihood saw follow from what its microbatch was given, if they do."""
     seen, classes, ignored = node._saved_target.detach().reshape(-1), node._saved_weight, node._saved_ignore_index
     ignored -= 2**64 if ignored >= 2**63 else 0  # torch shows it without its sign
     alike: list[Entries] = []
@@ -163,6 +175,33 @@ def find_entries(reading: LossReading, batch: Batch, number: int) -> Entries | N
             if moved.numel() == seen.numel() and torch.equal(moved.reshape(-1).to(seen), seen):
                 alike.append(found)
     return alike[0] if alike else None
+
+
+def at(batch: Batch, number: int, place: Label) -> Any:
+    """Return one leaf of a microbatch; None where it has no such leaf."""
+    field, name, leaf = place
+    if field == "target":
+        value = batch.targets[number]
+    elif field == "args":
+        args = batch.args[number]
+        value = args[name] if isinstance(name, int) and name < len(args) else None
+    else:
+        value = getattr(batch, field)[number].get(name)
+    leaves = [value] if type(value) is Tensor else pytree.tree_leaves(value)
+    return leaves[leaf] if leaf < len(leaves) else None
+
+
+def integers(batch: Batch, number: int) -> Iterator[tuple[Label, Tensor]]:
+    """Yield the tensors of whole numbers in a microbatch; those that are likely to be targets first."""
+    named = [("loss_kwargs", name, value) for name, value in batch.loss_kwargs[number].items()]
+    kwargs = sorted(batch.kwargs[number].items(), key=lambda each: not ("label" in each[0] or "target" in each[0]))
+    named += [("kwargs", name, value) for name, value in kwargs]
+    fields: list[tuple[str, str | int, Any]] = [("target", "target", batch.targets[number]), *named]
+    fields += [("args", place, value) for place, value in reversed(list(enumerate(batch.args[number])))]
+    for field, name, value in fields:
+        for leaf, each in enumerate(pytree.tree_leaves(value)):
+            if isinstance(each, Tensor) and each.dim() and not each.is_complex() and not each.is_floating_point():
+                yield (field, name, leaf), each
 
 
 # -- torch's own losses

@@ -19,8 +19,8 @@ def test_a_changed_message_cannot_point_outside_itself(monkeypatch: pytest.Monke
     end = DistributedIncoming(Channel(0, 1, "F", 0, 1), 0, None, None, Book(), None)  # type: ignore[arg-type]
     for told in (0, 65, 1 << 40):
         body, buffer = blank_header()
-        HEADER.pack_into(buffer, 0, MAGIC, CHANGED, 0, told, 0, 0, 0, 0, 0, 1)
-        header = Header(MAGIC, CHANGED, 0, HEADER.size, 0, 0, 0, 0, 0, 1)
+        HEADER.pack_into(buffer, 0, MAGIC, CHANGED, 0, told, 0, 0, 0, 0, 0, 1, 0)
+        header = Header(MAGIC, CHANGED, 0, HEADER.size, 0, 0, 0, 0, 0, 1, 0)
         monkeypatch.setattr(end, "_follow", lambda *_, body=body: body)
         with pytest.raises(MessageError, match=rf"a message of 64 bytes says that {told} of them are its layout"):
             end._take_changed(0, header)

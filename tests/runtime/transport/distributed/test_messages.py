@@ -16,7 +16,7 @@ from penstock.runtime.transport.distributed.messages import (
 )
 from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 
-SAID = Header(MAGIC, DATA, 7, 1 << 40, 12, 3, 5, ord("B"), 2, 1)
+SAID = Header(MAGIC, DATA, 7, 1 << 40, 12, 3, 5, ord("B"), 2, 1, 9)
 
 
 def test_a_header_is_read_as_it_was_written() -> None:

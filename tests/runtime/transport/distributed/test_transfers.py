@@ -12,7 +12,7 @@ from transport_harness import run, values
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport import Channel
-from penstock.runtime.transport.distributed import transfers
+from penstock.runtime.transport.distributed import transport as transport_module
 
 PAIR = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0)]
 
@@ -89,7 +89,7 @@ def lost_on_the_way(transport: Any, when: str) -> str:
     if transport.rank == 1 and when == "before":
         os._exit(9)
     if transport.rank == 1:
-        transfers.PrefixStore = lambda *_: os._exit(9)  # type: ignore[misc, assignment]
+        transport_module.PrefixStore = lambda *_: os._exit(9)  # type: ignore[misc, assignment]
     with pytest.raises(PeerFailure) as caught:
         transport.open(PAIR)
     return f"{caught.value.rank}: {caught.value.cause}"

@@ -28,10 +28,12 @@ from penstock.runtime.transport.distributed.messages import (
     Pending,
     Transfer,
     describe,
+    is_header_only,
     read_header,
 )
 from penstock.runtime.transport.distributed.transfers import BackendTransfers, PeerConnection
 from penstock.runtime.transport.failure.peer_failures import failure_from
+from penstock.runtime.transport.handover import arrive
 from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.layout.layout import Book, Layout
 from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
@@ -64,6 +66,7 @@ class DistributedIncoming(Incoming):
         self._connection = connection
         self._book = book
         self._device = device
+        self._arrived: dict[int, Pending] = {}  # messages whose frames had to be taken before anybody wanted them
         self._coming = 0  # receives of this step, where that is known beforehand
         self._ahead: deque[tuple[Layout | None, Tensor, Any]] = deque()  # with the backend, and not yet posted
 
@@ -101,14 +104,21 @@ class DistributedIncoming(Incoming):
             layout = self._expected.layouts.get(self.count)
             directs, frame, before, work = self._receive(microbatch, layout)
         direction, source, target = self._expected.identity
+        place, link = 0, self._connection.link
+        if link is not None:
+            place = link.messages
+            link.messages += 1
+            link.posted.append((self, microbatch))
         checksum = 0 if layout is None else layout.checksum
         due = HEADER.pack(
-            MAGIC, DATA, checksum, 0, transfers.exchanges, self.count, microbatch, direction, source, target
+            MAGIC, DATA, checksum, 0, transfers.exchanges, self.count, microbatch, direction, source, target, place
         )
         value, is_built = None, True
-        if layout is not None:
+        if self._connection.foreign:
+            is_built = layout is None  # its tensors have yet to go to the device
+        elif layout is not None:
             octets = [transfer.tensor for transfer in directs] if directs else ()
-            value, is_built = layout.build_ahead(frame, octets, self._device, transfers.device_backend is not None)
+            value, is_built = layout.build_ahead(frame, octets, self._device)
         return Pending(due, value, layout, frame, work, directs, before, is_built)
 
     def _receive(self, microbatch: int, layout: Layout | None) -> tuple[list[Transfer], Tensor, Any, Any]:
@@ -116,8 +126,8 @@ class DistributedIncoming(Incoming):
         transfers, connection, channel, tag = self._transfers, self._connection, self.channel, self._expected.tag
         directs: list[Transfer] = []
         for region in layout.directs if layout is not None else ():
-            device = self._device if transfers.travels_by_device(region.device) else None
-            directs.append(transfers.receive_tensor(region.make_carrier(device), connection, tag, channel, microbatch))
+            memory = region.make_carrier()
+            directs.append(Transfer(memory, transfers.receive(memory, connection, tag, channel, microbatch)))
         frame = _frame_for(layout)
         before, work = None, transfers.receive(frame, connection, tag, channel, microbatch)
         if frame.numel() > WHOLE_BYTES:
@@ -126,32 +136,55 @@ class DistributedIncoming(Incoming):
 
     @uninterrupted
     def receive(self, microbatch: int) -> Any:
-        pending, header = self._arrive(microbatch)
-        if header is None:
-            if pending.layout is None or pending.is_built:
-                return pending.value
-            return pending.layout.build(pending.frame, [transfer.tensor for transfer in pending.directs], self._device)
-        if header.kind == CHANGED:
-            return self._take_changed(microbatch, header)
-        raise self._take_failure(microbatch, header)
+        pending, connection = self._arrive(microbatch), self._connection
+        value = pending.value
+        if pending.failure is None and not pending.is_built:
+            assert pending.layout is not None
+            payload = None
+            if pending.payload is not None and connection.link is not None:
+                payload = connection.link.take(pending.payload)
+            octets = [transfer.tensor for transfer in pending.directs]
+            value = pending.layout.build(pending.frame, octets, self._device, payload)
+            if connection.foreign:
+                value = arrive(value, None, self._device)
+        self._done(microbatch)
+        if pending.failure is not None:
+            raise pending.failure
+        return value
 
     def discard(self, microbatch: int) -> PeerFailure | None:
         """Forget the message, but for the failure that it may be and for what it says of the layout."""
-        _, header = self._arrive(microbatch)
-        if header is None:
-            return None
-        if header.kind == FAILURE:
-            return self._take_failure(microbatch, header)
-        self._take_changed(microbatch, header)
-        return None
+        pending, link = self._arrive(microbatch), self._connection.link
+        if pending.payload is not None and link is not None:
+            link.drop(pending.payload)
+        self._done(microbatch)
+        return pending.failure
 
-    def _arrive(self, microbatch: int) -> tuple[Pending, Header | None]:
-        """Wait for a message with all its parts, and prove that it is the due one.
+    def _done(self, microbatch: int) -> None:
+        """Nobody will ask for this message again."""
+        del self.posted[microbatch]
+        self._arrived.pop(microbatch, None)
 
-        The header is None where all is as predicted, and else announces something different.
+    def _arrive(self, microbatch: int) -> Pending:
+        """Wait for a message, with all its parts that gloo brings, and prove that it is the due one.
+
+        What a device's link brings comes in the order of the sends: so those that were posted before are taken first.
+        A message that has come stays until it is a value: there may be no memory for that, and then it is discarded.
         """
         if microbatch not in self.posted:
             self.post(microbatch)
+        arrived, link = self._arrived, self._connection.link
+        if link is None:
+            pending = arrived.get(microbatch) or self._take(microbatch)
+            if not pending.is_built:
+                arrived[microbatch] = pending
+            return pending
+        while microbatch not in arrived:
+            end, due = link.posted.popleft()
+            end._arrived[due] = end._take(due)
+        return arrived[microbatch]
+
+    def _take(self, microbatch: int) -> Pending:
         pending, channel, peer = self.posted[microbatch], self.channel, self.channel.source_rank
         # What comes last is waited for first (see `WHOLE_BYTES`): the thread then sleeps and wakes once. (And each work
         # only once: gloo would wait for a second arrival.)
@@ -160,24 +193,40 @@ class DistributedIncoming(Incoming):
             self._transfers.wait(pending.before, peer, channel, microbatch)
         if pending.directs:
             for transfer in reversed(pending.directs):
-                self._transfers.finish(transfer, peer, channel, microbatch)
+                self._transfers.wait(transfer.work, peer, channel, microbatch)
         raw = ctypes.string_at(pending.frame.data_ptr(), HEADER_BYTES)  # torch's own ways cost four times as much
-        header = None
-        if raw != pending.due or pending.layout is None:
+        layout = pending.layout
+        if raw != pending.due or layout is None:
             header = self._check(read_header(raw), read_header(pending.due))
-        del self.posted[microbatch]
-        return pending, header
+            if header.kind == FAILURE:
+                return pending._replace(failure=self._take_failure(microbatch, header))
+            if header.kind == CHANGED:
+                layout, body = self._take_changed(microbatch, header)
+                pending = pending._replace(layout=layout.all_packed(), frame=body, directs=(), is_built=False)
+            else:
+                layout = self._expected.known[header.checksum]
+                pending = pending._replace(layout=layout, directs=(), is_built=False)
+            self._expected.layouts[header.ordinal] = layout
+        if not layout.device_bytes:
+            return pending
+        link = self._connection.link
+        if link is None:
+            raise MessageError(f"{channel}: a message announces tensors on a device's link, of which there is none")
+        return pending._replace(payload=link.announce(layout, channel, microbatch))
 
     def _check(self, came: Header, due: Header) -> Header:
         """Refuse what is for another place; what is left announces a new layout or a failure."""
-        if came.magic == MAGIC and came[4:] == due[4:] and came.kind in (CHANGED, FAILURE):
-            return came
+        if came.magic == MAGIC and came[4:] == due[4:]:
+            layout = self._expected.known.get(came.checksum)
+            if came.kind in (CHANGED, FAILURE) or (came.kind == DATA and layout is not None and is_header_only(layout)):
+                return came
         text = describe(came)
         if came[4:] == due[4:]:
             text = f"{text} in another layout (checksum {came.checksum:#x}, not {due.checksum:#x})"
         self._refuse(self._transfers.abort, due.microbatch, name_message(due.microbatch, due.ordinal, due.step), text)
 
-    def _take_changed(self, microbatch: int, header: Header) -> Any:
+    def _take_changed(self, microbatch: int, header: Header) -> tuple[Layout, Tensor]:
+        """The layout that a message introduces, and all that it has but what is on a device's link."""
         body = self._follow(microbatch, header)
         text_bytes = 0
         if header.follows >= HEADER_BYTES:
@@ -188,8 +237,8 @@ class DistributedIncoming(Incoming):
             )
         text = ctypes.string_at(body.data_ptr() + header.follows - text_bytes, text_bytes)
         layout = self._book.intern(text, lambda: Layout.load(text, is_known=has_secret()))
-        self._expected.layouts[header.ordinal] = layout
-        return layout.all_packed().build(body, (), self._device)
+        self._expected.learn(layout)
+        return layout, body
 
     def _take_failure(self, microbatch: int, header: Header) -> PeerFailure:
         body = self._follow(microbatch, header)

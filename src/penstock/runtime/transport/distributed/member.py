@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from penstock.errors import PeerFailure
+from penstock.runtime.transport.forks import keep_in_forks
 
 _made: dict[str, int] = {}  # transports made so far on each process group, for tags and keys of their own
+_gloo: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()  # of groups that have no backend for the CPU
 
 
 class Member(NamedTuple):
@@ -17,37 +25,52 @@ class Member(NamedTuple):
     rank: int
     ranks: int
     backend: Any  # serves the CPU
-    device_backend: Any  # serves the device of this rank, where that is another
+    kinds: Mapping[str, str]  # by type of device: the backend that serves it, where that is not the CPU's
     backend_name: str
     store: Any
     store_host: int | None  # the rank whose process has the store, if one has
     number: int  # of this transport among those of the group, for tags and keys of its own
 
 
-def member_of(group: dist.ProcessGroup, device: torch.device | str | None) -> Member:
+def member_of(group: dist.ProcessGroup, timeout: float) -> Member:
     """This rank in the group, for one more transport."""
     number = _made[group.group_name] = _made.get(group.group_name, -1) + 1
     members = dist.get_process_group_ranks(group)
+    store = dist.distributed_c10d._get_process_group_store(group)
+    kinds = dist.BackendConfig(dist.get_backend_config(group)).get_device_backend_map()
     return Member(
         dist.get_rank(group),
         len(members),
-        group._get_backend(torch.device("cpu")),
-        _find_device_backend(group, None if device is None else torch.device(device)),
+        _serving_the_cpu(group, store, timeout),
+        {device: kind for device, kind in kinds.items() if device != "cpu" and kind not in (kinds.get("cpu"), "gloo")},
         str(dist.get_backend(group)),
-        dist.distributed_c10d._get_process_group_store(group),
+        store,
         None if has_agent() or 0 not in members else members.index(0),
         number,
     )
 
 
+def _serving_the_cpu(group: dist.ProcessGroup, store: Any, timeout: float) -> Any:
+    """The group's backend for the CPU; if it has none (NCCL alone), one of gloo that is made for all transports on it.
+
+    Gloo connects all ranks in one call that names nobody, so each first waits in the store for all others.
+    """
+    if torch.device("cpu") in group._device_types:
+        return group._get_backend(torch.device("cpu"))
+    if group not in _gloo:
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        place, limit = PrefixStore(f"penstock/gloo/{group.group_name}", store), timedelta(seconds=timeout)
+        place.set(f"here/{rank}", b"1")
+        for peer in range(ranks):
+            try:
+                place.wait([f"here/{peer}"], limit)
+            except dist.DistStoreError as error:
+                cause = f"did not make its pipeline within {timeout:g} s, while rank {rank} waited to connect by gloo"
+                raise PeerFailure(peer, cause) from error
+        _gloo[group] = keep_in_forks(dist.ProcessGroupGloo(place, rank, ranks, limit))
+    return _gloo[group]
+
+
 def has_agent() -> bool:
     """Whether torchrun's agent has the store, and no rank."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _find_device_backend(group: dist.ProcessGroup, device: torch.device | None) -> Any:
-    """The group's backend for this device, if it is not the one that serves the CPU."""
-    if device is None or device.type == "cpu":
-        return None
-    backend = group._get_backend(device)
-    return None if backend.name() == group._get_backend(torch.device("cpu")).name() else backend

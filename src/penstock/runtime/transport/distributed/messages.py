@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.errors import PeerFailure
 from penstock.runtime.transport.channel import Channel, name_message
+from penstock.runtime.transport.distributed.device_link import Arrival
 from penstock.runtime.transport.layout.layout import Frame, Layout
 from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 
@@ -33,11 +35,13 @@ SUBTAGS = 0x1000  # tags of one channel: one for frames, the others for what fol
 WHOLE_BYTES = 64 * 1024
 
 MAGIC = 0x50454E53  # "PENS"
-DATA = 1  # looks as predicted: the bytes are in this frame and in the direct messages before it
+DATA = 1  # of the layout with that checksum, mostly the predicted one: its bytes are in this frame and with it
 CHANGED = 2  # looks different: a layout and all bytes follow in one message
 FAILURE = 3  # there is no value: the reason follows, as plain values
 
-HEADER = struct.Struct("<IIIQQIIIii16x")
+LAYOUTS = 256  # introduced ones that each end of a channel remembers
+
+HEADER = struct.Struct("<IIIQQIIIiiQ8x")
 assert HEADER.size == HEADER_BYTES
 
 
@@ -52,6 +56,7 @@ class Header(NamedTuple):
     direction: int
     source_stage: int
     target_stage: int
+    place: int  # among all messages of the device's link, where there is one
 
 
 def read_header(raw: bytes) -> Header:
@@ -78,13 +83,13 @@ class Transfer(NamedTuple):
 
     tensor: Tensor
     work: Any
-    on_device: bool
 
 
 class Pending(NamedTuple):
     """A posted receive. `due` is the header that it should bring; `value` is built around the empty buffers.
 
     `work` is of what comes last, `before` of a frame that is not that. `is_built`: else `value` is to be made later.
+    Once it has come, `payload` is what a device's link brings, or `failure` what came instead.
     """
 
     due: bytes
@@ -95,6 +100,8 @@ class Pending(NamedTuple):
     directs: Sequence[Transfer]
     before: Any
     is_built: bool
+    payload: Arrival | None = None
+    failure: PeerFailure | None = None
 
 
 class UnderWay(NamedTuple):
@@ -121,13 +128,34 @@ class Following(NamedTuple):
     microbatch: int
 
 
+def is_header_only(layout: Layout | None) -> bool:
+    """Whether all that such a message sends by gloo is a header."""
+    return layout is None or (layout.frame_bytes == HEADER_BYTES and not layout.directs)
+
+
 class ExpectedLayouts:
-    """What both ends of a channel know beforehand of its messages: the layouts of the last step, by their number."""
+    """What both ends of a channel know beforehand of its messages: the layouts of the last step, by their number.
+
+    `known` are all that the sender has introduced, by their checksum. A message that has all its tensors on a device's
+    link has a frame of one size in every layout, so it may have any of these without another word.
+    """
 
     def __init__(self, channel: Channel, tag: int) -> None:
         self.tag = tag
         self.identity = (ord(channel.direction), channel.source_stage, channel.target_stage)
         self.layouts: dict[int, Layout] = {}  # of message number k, until it looks different
+        self.known: dict[int, Layout] = {}
+
+    def knows(self, layout: Layout) -> bool:
+        """Whether this layout was introduced, and needs no other frame than a header."""
+        known = self.known.get(layout.checksum)
+        return known is not None and known.text == layout.text and is_header_only(layout)
+
+    def learn(self, layout: Layout) -> None:
+        """Remember a layout that was introduced; both ends forget at the same one."""
+        if len(self.known) >= LAYOUTS:
+            self.known.clear()
+        self.known[layout.checksum] = layout
 
     def following_tag(self, ordinal: int) -> int:
         """What follows a frame has a tag of its own: later frames may be posted on the channel's tag already."""

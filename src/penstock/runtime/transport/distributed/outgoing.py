@@ -16,6 +16,7 @@ from penstock.messages import plain
 from penstock.messages.secret import FILE_VARIABLE, has_secret
 from penstock.runtime.state.ownership import version_of
 from penstock.runtime.transport.channel import Channel, Outgoing
+from penstock.runtime.transport.distributed.device_link import Payload
 from penstock.runtime.transport.distributed.messages import (
     CHANGED,
     DATA,
@@ -28,6 +29,7 @@ from penstock.runtime.transport.distributed.messages import (
     Transfer,
     UnderWay,
     blank_header,
+    is_header_only,
 )
 from penstock.runtime.transport.distributed.transfers import BackendTransfers, PeerConnection
 from penstock.runtime.transport.failure.peer_failures import after_loss
@@ -57,7 +59,6 @@ class DistributedOutgoing(Outgoing):
         transfers: BackendTransfers,
         connection: PeerConnection,
         book: Book,
-        device: torch.device | None,
         max_sends: int,
     ) -> None:
         super().__init__(channel)
@@ -65,7 +66,6 @@ class DistributedOutgoing(Outgoing):
         self._transfers = transfers
         self._connection = connection
         self._book = book
-        self._device = device
         self._max_sends = max_sends
         self._under_way: deque[UnderWay] = deque()
         self._following: list[Following] = []
@@ -80,32 +80,38 @@ class DistributedOutgoing(Outgoing):
         if self._transfers.watch.verdict is not None:
             raise after_loss(self._transfers.watch.verdict)
         self._transfers.give_way()
-        expected, connection, channel = self._expected, self._connection, self.channel
-        layout = expected.layouts.get(self.count)
-        packed = None if layout is None else layout.pack_anew(value)
-        if layout is None or packed is None:
+        layout = self._expected.layouts.get(self.count)
+        leaves = None if layout is None else layout.fits(value)
+        if layout is None or leaves is None:
             self._send_changed(microbatch, layout, value)
-            return
-        transfers = self._transfers
-        frame, directs = packed
+        else:
+            self._send_frame(microbatch, layout, leaves)
+
+    def _send_frame(self, microbatch: int, layout: Layout, leaves: Sequence[Any]) -> None:
+        """A message that needs no more words than its frame has."""
+        expected, connection, channel, transfers = self._expected, self._connection, self.channel, self._transfers
+        payload = layout.pack_on_device(leaves) if layout.device_bytes else None  # before anything is announced
+        frame = layout.take_frame()
+        directs = layout.pack(leaves, frame)
         self._write_header(frame.header, DATA, microbatch, layout.checksum, 0)
         if not directs and layout.frame_bytes <= WHOLE_BYTES:
             work = transfers.send(frame.tensor, connection, expected.tag, channel, microbatch)
-            self._sent(UnderWay(microbatch, work, layout, frame, ()))
+            self._sent(UnderWay(microbatch, work, layout, frame, ()), payload)
             return
         watched = [(tensor, version_of(tensor)) for _, tensor in directs if tensor is not None]
-        earlier = [
-            transfers.send_tensor(octets, connection, expected.tag, channel, microbatch) for octets, _ in directs
-        ]
+        earlier = []
+        for octets, _ in directs:
+            tensor = octets.cpu()
+            earlier.append(Transfer(tensor, transfers.send(tensor, connection, expected.tag, channel, microbatch)))
         work = self._send_last(microbatch, frame.tensor, layout, earlier)
-        self._sent(UnderWay(microbatch, work, layout, frame, earlier, watched))
+        self._sent(UnderWay(microbatch, work, layout, frame, earlier, watched), payload)
 
     def _send_last(self, microbatch: int, frame: Tensor, layout: Layout | None, earlier: list[Transfer]) -> Any:
         """The frame, after the tensors that travel by themselves, and its end where the receiver waits for that."""
         send, to, tag, channel = self._transfers.send, self._connection, self._expected.tag, self.channel
         work = send(frame, to, tag, channel, microbatch)
         if layout is not None and layout.frame_bytes > WHOLE_BYTES:
-            earlier.append(Transfer(frame, work, False))
+            earlier.append(Transfer(frame, work))
             work = send(_END, to, tag, channel, microbatch)
         return work
 
@@ -116,7 +122,7 @@ class DistributedOutgoing(Outgoing):
             layout = before  # as in a first step, where all microbatches look alike
         else:
             taken = flatten(value)
-            made, leaves = Layout.of(taken, self._transfers.device_backend is not None), taken.items
+            made, leaves = Layout.of(taken, self._connection.link is not None), taken.items
             if encoding.is_pickled(made.content) and not has_secret():
                 raise UsageError(
                     f"stage {self.channel.source_stage} passes a value that can only travel pickled, over "
@@ -125,48 +131,61 @@ class DistributedOutgoing(Outgoing):
                     f"and containers of these"
                 )
             layout = self._book.intern(made.text, lambda: made)
+        if is_header_only(predicted) and self._expected.knows(layout):
+            self._send_frame(microbatch, layout, leaves)
+            self._expected.layouts[self.count] = layout
+            return
+        payload = layout.pack_on_device(leaves) if layout.device_bytes else None
         packed = layout.all_packed()
         body = Frame(whole_lines(packed.frame_bytes + len(layout.text)), packed.copies)
         packed.pack(leaves, body)
         self._write_header(body.header, CHANGED, microbatch, layout.checksum, len(layout.text))
         end = body.tensor.data_ptr() + body.tensor.numel()
         ctypes.memmove(end - len(layout.text), layout.text, len(layout.text))
-        self._send_instead(microbatch, predicted, CHANGED, body.tensor)
+        self._send_instead(microbatch, predicted, CHANGED, body.tensor, payload)
         self._expected.layouts[self.count] = layout
+        self._expected.learn(layout)
 
     def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:
         body = torch.frombuffer(bytearray(plain.dumps(failure)), dtype=torch.uint8)
         self._send_instead(microbatch, self._expected.layouts.get(self.count), FAILURE, body)
 
-    def _send_instead(self, microbatch: int, predicted: Layout | None, kind: int, body: Tensor) -> None:
+    def _send_instead(
+        self, microbatch: int, predicted: Layout | None, kind: int, body: Tensor, payload: Payload | None = None
+    ) -> None:
         """Next to nothing for each large tensor, a header where a frame was predicted, then the body and its end."""
         transfers, channel, connection = self._transfers, self.channel, self._connection
         frame, header = blank_header()
         self._write_header(header, kind, microbatch, 0, body.numel())
         earlier: list[Transfer] = []
-        for region in predicted.directs if predicted is not None else ():
-            by_device = transfers.travels_by_device(region.device)  # NCCL must send as much as is received
-            filler = torch.zeros(
-                region.carried if by_device else 1, dtype=torch.uint8, device=self._device if by_device else None
-            )
-            earlier.append(transfers.send_tensor(filler, connection, self._expected.tag, channel, microbatch))
+        for _ in predicted.directs if predicted is not None else ():
+            work = transfers.send(_END, connection, self._expected.tag, channel, microbatch)
+            earlier.append(Transfer(_END, work))
         work = self._send_last(microbatch, frame, predicted, earlier)
         tag = self._expected.following_tag(self.count)
         note = torch.zeros(1, dtype=torch.uint8)
-        receipt = Transfer(note, transfers.receive(note, connection, tag, channel, microbatch), False)
-        following = Transfer(body, transfers.send(body, connection, tag, channel, microbatch), False)
+        receipt = Transfer(note, transfers.receive(note, connection, tag, channel, microbatch))
+        following = Transfer(body, transfers.send(body, connection, tag, channel, microbatch))
         end = None
         if body.numel() > WHOLE_BYTES:
-            end = Transfer(_END, transfers.send(_END, connection, tag, channel, microbatch), False)
+            end = Transfer(_END, transfers.send(_END, connection, tag, channel, microbatch))
         self._following.append(Following(following, end, receipt, microbatch))
-        self._sent(UnderWay(microbatch, work, None, frame, earlier))
+        self._sent(UnderWay(microbatch, work, None, frame, earlier), payload)
 
     def _write_header(self, buffer: Any, kind: int, microbatch: int, checksum: int, follows: int) -> None:
         step, count = self._transfers.exchanges, self.count
         direction, source, target = self._expected.identity
-        HEADER.pack_into(buffer, 0, MAGIC, kind, checksum, follows, step, count, microbatch, direction, source, target)
+        place = 0 if self._connection.link is None else self._connection.link.messages
+        HEADER.pack_into(
+            buffer, 0, MAGIC, kind, checksum, follows, step, count, microbatch, direction, source, target, place
+        )
 
-    def _sent(self, message: UnderWay) -> None:
+    def _sent(self, message: UnderWay, payload: Payload | None) -> None:
+        link = self._connection.link
+        if link is not None:
+            link.messages += 1
+            if payload is not None:
+                link.send(payload, self.channel, message.microbatch)
         self._transfers.give_way()
         under_way = self._under_way
         under_way.append(message)
@@ -180,7 +199,9 @@ class DistributedOutgoing(Outgoing):
         for each in done:
             for transfer in (each.receipt, each.body, each.end):
                 if transfer is not None:
-                    self._transfers.finish(transfer, self.channel.target_rank, self.channel, each.microbatch, is_short)
+                    self._transfers.wait(
+                        transfer.work, self.channel.target_rank, self.channel, each.microbatch, is_short
+                    )
         self._following = [each for each in self._following if not any(each is other for other in done)]
 
     def _finish(self, count: int) -> None:
@@ -192,7 +213,7 @@ class DistributedOutgoing(Outgoing):
         for _ in range(count):
             microbatch, _work, layout, frame, earlier, watched = under_way[0]
             for transfer in earlier:
-                self._transfers.finish(transfer, peer, self.channel, microbatch, is_short)
+                self._transfers.wait(transfer.work, peer, self.channel, microbatch, is_short)
             under_way.popleft()
             if layout is not None and isinstance(frame, Frame):
                 layout.spare.append(frame)

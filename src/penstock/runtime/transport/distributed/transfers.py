@@ -4,15 +4,18 @@ The backend is called below torch.distributed's functional layer (`ProcessGroup.
 on the backend itself), which saves about 10 us of Python for each message and takes ranks of the
 group as they are.
 
-Between two ranks gloo has one connection for both directions. Its thread may read from it only while the main thread
-does not write to it, and polls until it may: where both cores are busy, that takes longer than all else that a small
-message needs. So values in one direction have a second connection (`connect_again`).
+Two ranks connect once more for each direction that needs it: they meet by the connection that the group has, and make
+a backend of their own (`meet`, `connect`). Devices need it because they run what is queued in order (`device_link`).
+Of gloo, one thread may read from a connection only while the main thread does not write to it, and polls until it may:
+where both cores are busy, that takes longer than all else that a small message needs. So values to a lower rank have a
+connection of their own.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
@@ -20,12 +23,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.compiling import LONGEST_SECONDS, has_compiled
-from penstock.runtime.transport.distributed.messages import Transfer
+from penstock.runtime.transport.distributed.device_link import DeviceLink
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss
 from penstock.runtime.transport.failure.watch import Watch
@@ -37,73 +39,103 @@ SLACK_SECONDS = (
 )
 
 GOODBYE_TIME = timedelta(seconds=1)  # in which the end of a peer's process closes its connections
-
-_HERE = torch.ones(1, dtype=torch.uint8)
+NOTE_BYTES = 64  # what two ranks tell each other when they meet
+LOOK_SECONDS = 0.001  # between two looks at whether a device has connected
 
 
 class PeerConnection(NamedTuple):
-    """A connection to another rank: a backend, and the number that the rank has in that."""
+    """A connection to another rank: a backend, and the number that the rank has in that.
+
+    `link` carries tensors in one direction where both ranks have such a device; `foreign`: the other's is another.
+    """
 
     rank: int
     backend: Any
     number: int
+    link: DeviceLink | None = None
+    foreign: bool = False
 
 
 class BackendTransfers:
     """Starts transfers and waits for them. The number of exchanges so far is stamped on every message."""
 
-    def __init__(self, rank: int, backend: Any, device_backend: Any, watch: Watch, timeout: float) -> None:
+    def __init__(self, rank: int, backend: Any, watch: Watch, timeout: float) -> None:
         self.rank = rank
         self.exchanges = 0  # so far: with each, a step of the transport ends
         self.backend = backend
-        self.device_backend = device_backend
         self.watch = watch
         self._now = watch.clock.now
         self._timeout = timeout
         self.give_way: Callable[[], object] = lambda: None  # to gloo's threads, where they are held back
         self._short = timedelta(seconds=timeout + SLACK_SECONDS)
-        self._of_a_receive = timedelta(
-            seconds=timeout + SLACK_SECONDS + LONGEST_SECONDS
-        )  # as long as other ranks go on
+        # As long as other ranks go on. That of devices' backends too: their own watchdog ends the process.
+        self.longest = timedelta(seconds=timeout + SLACK_SECONDS + LONGEST_SECONDS)
 
     def check_not_broken(self) -> None:
         """A broken group must not train on."""
         if self.watch.verdict is not None:
             raise after_loss(self.watch.verdict)
 
-    def travels_by_device(self, device: str) -> bool:
-        """Whether tensors of this type of device have a link of their own."""
-        return device != "cpu" and self.device_backend is not None
-
     def connection(self, peer: int) -> PeerConnection:
         """The connection to a rank that the process group has."""
         return PeerConnection(peer, self.backend, peer)
 
     @uninterrupted
-    def connect_again(self, peer: int, store: Any, prefix: str, tag: int) -> PeerConnection:
-        """A second connection to a rank, which makes one at the same time.
+    def meet(self, peer: int, tag: int, note: bytes) -> bytes:
+        """Wait for a rank that calls this too, in a way that the watch can end, and return its note.
 
-        Gloo connects ranks in one call that nothing ends but its timeout; so first each waits for the other in a way
-        that the watch can end.
+        Backends connect two ranks in calls that nothing ends but their timeout, and that name nobody.
         """
-        first, note = self.connection(peer), torch.zeros(1, dtype=torch.uint8)
+        first, theirs = self.connection(peer), torch.zeros(NOTE_BYTES, dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(note.ljust(NOTE_BYTES)), dtype=torch.uint8)
         with self.watch.own.connecting("for their second connection"):
-            works = [self.receive(note, first, tag), self.send(_HERE, first, tag)]
+            works = [self.receive(theirs, first, tag), self.send(mine, first, tag)]
             for work in works:
                 self.wait(work, peer)
-        low, high = sorted((self.rank, peer))
+        return bytes(theirs.tolist()).rstrip()
+
+    @uninterrupted
+    def connect(self, peer: int, tag: int, make: Callable[[], Any]) -> Any:
+        """Make a backend of this rank and one that does the same now; returns it."""
         begun = self._now()
         try:
-            meeting = PrefixStore(f"{prefix}/{low}-{high}", store.clone())  # which leaves the watch's own store free
-            backend = dist.ProcessGroupGloo(meeting, int(self.rank == high), 2, timedelta(seconds=self._timeout))
+            return keep_in_forks(make())
         except dist.DistNetworkError as error:
             raise self.watch.without_store(error) from error
         except RuntimeError as error:
             lost = PeerFailure(peer, f"did not connect to rank {self.rank} within {self._timeout:g} s")
             if self._now() - begun < self._timeout / 2:  # so nobody was waited for
-                lost = self._not_connected(first, tag, error)
+                lost = self._not_connected(self.connection(peer), tag, error)
             raise copy(self.watch.propose(lost)) from error
-        return PeerConnection(peer, keep_in_forks(backend), int(peer == high))
+
+    @uninterrupted
+    def connect_devices(self, link: DeviceLink, number: int) -> None:
+        """Move the first bytes over a link: it connects now, and not in the middle of a step."""
+        self.watch.waiting = waiting = self._waiting(link.peer, None, -1)
+        memory = torch.zeros(NOTE_BYTES, dtype=torch.uint8, device=link.device)
+        try:
+            with self.watch.own.connecting("for their second connection"), self.guard(link.peer, None, -1):
+                work = link.backend.recv([memory], 0, 0) if number else link.backend.send([memory], 1, 0)
+                while not work.is_completed():
+                    if self.watch.verdict is not None:
+                        raise after_loss(self.watch.verdict)
+                    if self._now() - waiting.since > self._timeout + SLACK_SECONDS:
+                        raise copy(self.watch.propose(waiting.blame(self.rank, f"silent for {self._timeout:g} s")))
+                    self.watch.clock.sleep(LOOK_SECONDS)
+        finally:
+            self.watch.waiting = None
+
+    @contextmanager
+    def guard(self, peer: int, channel: Channel | None, microbatch: int) -> Iterator[None]:
+        """Report an error of the device's link as the loss of the peer; memory that is full is nobody else's fault."""
+        if self.watch.verdict is not None:
+            raise after_loss(self.watch.verdict)
+        try:
+            yield
+        except (PeerFailure, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            self._lose(error, self._waiting(peer, channel, microbatch), f"lost on the device's link ({_first(error)})")
 
     def _not_connected(self, first: PeerConnection, tag: int, error: RuntimeError) -> PeerFailure:
         """Whose fault it is that a second connection could not be made: the peer's, if its first one is closed."""
@@ -114,7 +146,7 @@ class BackendTransfers:
             if not _timed_out(closed):
                 cause = f"{CONNECTION_CLOSED} while rank {self.rank} waited for their second connection"
                 return PeerFailure(peer, cause)
-        return PeerFailure(self.rank, f"could not connect to rank {peer}: {str(error).splitlines()[0]}")
+        return PeerFailure(self.rank, f"could not connect to rank {peer}: {_first(error)}")
 
     def send(
         self, tensor: Tensor, to: PeerConnection, tag: int, channel: Channel | None = None, microbatch: int = -1
@@ -132,21 +164,6 @@ class BackendTransfers:
         except RuntimeError as error:
             self._lose(error, self._waiting(by.rank, channel, microbatch))
 
-    def send_tensor(self, tensor: Tensor, to: PeerConnection, tag: int, channel: Channel, microbatch: int) -> Transfer:
-        """Bytes that travel by themselves."""
-        if self.travels_by_device(tensor.device.type):
-            return Transfer(tensor, self.device_backend.send([tensor], to.rank, 0), True)
-        tensor = tensor.cpu()
-        return Transfer(tensor, self.send(tensor, to, tag, channel, microbatch), False)
-
-    def receive_tensor(
-        self, tensor: Tensor, by: PeerConnection, tag: int, channel: Channel, microbatch: int
-    ) -> Transfer:
-        """Into memory for bytes that travel by themselves."""
-        if self.travels_by_device(tensor.device.type):
-            return Transfer(tensor, self.device_backend.recv([tensor], by.rank, 0), True)
-        return Transfer(tensor, self.receive(tensor, by, tag, channel, microbatch), False)
-
     def wait(
         self, work: Any, peer: int, channel: Channel | None = None, microbatch: int = -1, is_short: bool = False
     ) -> None:
@@ -160,21 +177,13 @@ class BackendTransfers:
         try:
             if watch.verdict is not None:
                 raise after_loss(watch.verdict)
-            work.wait(self._short if is_short else self._of_a_receive)
+            work.wait(self._short if is_short else self.longest)
         except RuntimeError as error:
             if isinstance(error, PeerFailure):
                 raise
             self._lose(error, waiting)
         finally:
             watch.waiting = None
-
-    def finish(
-        self, transfer: Transfer, peer: int, channel: Channel | None, microbatch: int, is_short: bool = False
-    ) -> None:
-        if transfer.on_device:
-            transfer.work.wait()  # makes the stream wait, not this thread (not run here: no GPU)
-        else:
-            self.wait(transfer.work, peer, channel, microbatch, is_short)
 
     def is_taken_soon(self, is_known: bool) -> bool:
         """Whether the receiver of a message takes it within the timeout: unless it compiles before.
@@ -190,13 +199,19 @@ class BackendTransfers:
     def _waiting(self, peer: int, channel: Channel | None, microbatch: int) -> Waiting:
         return Waiting(peer, channel, microbatch, self._now(), self.watch.own.reason if channel is None else "")
 
-    def _lose(self, error: RuntimeError, waiting: Waiting) -> NoReturn:
+    def _lose(self, error: RuntimeError, waiting: Waiting, cause: str = CONNECTION_CLOSED) -> NoReturn:
         """The group's verdict on a failed operation."""
         self.watch.waiting = None
-        cause = f"silent for {self._timeout:g} s" if _timed_out(error) else CONNECTION_CLOSED
+        if _timed_out(error):
+            cause = f"silent for {self._timeout:g} s"
         raise copy(self.watch.propose(waiting.blame(self.rank, cause))) from error
 
 
 def _timed_out(error: RuntimeError) -> bool:
     """Whether gloo has given up a wait, and no connection was closed."""
     return "Timed out waiting" in str(error)
+
+
+def _first(error: RuntimeError) -> str:
+    """The first line of an error's text."""
+    return str(error).partition("\n")[0]

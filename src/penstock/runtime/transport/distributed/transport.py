@@ -15,12 +15,8 @@ for each large tensor, into its final memory). Any other sends a header in the p
 frame, a byte in the place of each large tensor, and then the layout with all bytes as one more
 message whose size the header told. That both ends count alike is checked at the end of every step.
 
-CUDA tensors travel by the group's CUDA backend where it has one (`cpu:gloo,cuda:nccl`), frames and
-headers always by its CPU backend. NCCL has no tags and knows no shorter messages; its operations
-pair up in the order of the calls, which for posts and sends is the same on each link in every
-verified program. A changed layout therefore still sends what was predicted (of any content), and
-the new values go with the rest through the CPU, once. (There is no GPU where this was written:
-that path has not been run.)
+Tensors on a device travel by the group's backend for that device (`cpu:gloo,cuda:nccl`), if both ranks have such a
+device: see `device_link`. What else is on a device goes through the CPU.
 
 How the loss of a peer is found and told is in `watch`. While a wait is inside gloo, Python does not
 see Ctrl-C. Such a wait ends at the latest after the timeout. In practice it ends sooner: a rank that
@@ -39,11 +35,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from penstock.errors import MessageError, PeerFailure, UsageError
 from penstock.messages.clock import CLOCK, Clock
 from penstock.runtime.transport.base import Transport, Where, nowhere
 from penstock.runtime.transport.channel import Channel, ChannelEnds, check_channels
+from penstock.runtime.transport.distributed.device_link import DeviceLink, make_backend
 from penstock.runtime.transport.distributed.exchange import Exchange, Exchanged, Posted
 from penstock.runtime.transport.distributed.incoming import DistributedIncoming
 from penstock.runtime.transport.distributed.loop_threads import hold_back_loop_threads
@@ -92,7 +90,7 @@ class DistributedTransport(Transport):
         if dist.get_rank(group) < 0:
             raise UsageError(f"rank {dist.get_rank()} is not in the group; make the transport on its members only")
         self._group = group
-        self._set_up(member_of(group, device), timeout, max_sends, coordinator, device)
+        self._set_up(member_of(group, timeout), timeout, max_sends, coordinator, device)
 
     def _set_up(
         self,
@@ -113,6 +111,9 @@ class DistributedTransport(Transport):
         self._prefix = f"penstock/{member.number}"
         self._store = member.store
         self._seconds: dict[int, PeerConnection] = {}  # by rank: the connections for values to a lower rank
+        self._links: dict[tuple[int, int], DeviceLink] = {}  # by source and target
+        self._homes: dict[int, str] = {}  # by rank: the type of its device, of ranks that were asked
+        self._kinds = member.kinds
         close = partial(_close_connections, member.backend, self._seconds, self._tag + CONTROL_TAG)
         self.watch = Watch(
             *(member.store, member.store_host, self._prefix, self.rank, self.ranks, timeout, close),
@@ -124,8 +125,13 @@ class DistributedTransport(Transport):
             _traffic, weakref.ref(self)
         )  # not of this transport, which it would keep alive
         weakref.finalize(self, self.watch.stop)
+        self.watch.device_waiting, self.watch.abort_device = (
+            partial(_wait_of, self._links),
+            partial(_abort, self._links),
+        )
         weakref.finalize(self, self._seconds.clear)  # which the watch's thread knows too
-        self._transfers = BackendTransfers(self.rank, member.backend, member.device_backend, self.watch, timeout)
+        weakref.finalize(self, self._links.clear)
+        self._transfers = BackendTransfers(self.rank, member.backend, self.watch, timeout)
         self._book = Book()
         self._max_sends = max_sends
         self._exchanger = Exchange(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._transfers)
@@ -177,19 +183,60 @@ class DistributedTransport(Transport):
         return {rank for pair in ends if self.rank in pair for rank in pair} - {self.rank}
 
     def _connect_again(self, channels: Sequence[Channel], without: Collection[int] = ()) -> None:
-        """Have a second connection for values to lower ranks, where gloo is what connects this rank with them."""
-        if dist.is_gloo_available() and isinstance(self._transfers.backend, dist.ProcessGroupGloo):
-            peers = self._peers([each for each in channels if each.source_rank > each.target_rank])
-            for peer in sorted(peers.difference(without, self._seconds)):  # on all ranks the same order of pairs
-                self._seconds[peer] = self._transfers.connect_again(
-                    peer, self._store, f"{self._prefix}/second", self._tag + CONTROL_TAG + 3
-                )
-            if self._peers(channels).difference(without):
-                self._transfers.give_way = hold_back_loop_threads() or self._transfers.give_way
+        """Connect once more where a direction needs a connection of its own, on all ranks in the same order of pairs.
+
+        That is for values to lower ranks, where gloo is what connects this rank with them; and for what is on devices.
+        """
+        gloo = dist.is_gloo_available() and isinstance(self._transfers.backend, dist.ProcessGroupGloo)
+        downward = [each for each in channels if each.source_rank > each.target_rank]
+        by_gloo = self._peers(downward).difference(without, self._seconds) if gloo else set()
+        routes = {(each.source_rank, each.target_rank) for each in channels} if self._kinds else set()
+        for peer in sorted(self._peers(channels)):
+            missing = [route for route in sorted(routes) if set(route) == {self.rank, peer}]
+            missing = [route for route in missing if route not in self._links]
+            alike = self._homes.get(peer) == self._home and self._home in self._kinds
+            if peer in by_gloo or (missing and (alike or peer not in self._homes)):
+                note = self._transfers.meet(peer, self._tag + CONTROL_TAG + 3, self._home.encode())
+                self._homes[peer] = note.decode()
+            if peer in by_gloo:
+                self._seconds[peer] = self._make_second(peer)
+            for route in missing if self._homes.get(peer) == self._home and self._home in self._kinds else ():
+                self._links[route] = self._make_link(peer, route)
+        if gloo and self._peers(channels).difference(without):
+            self._transfers.give_way = hold_back_loop_threads() or self._transfers.give_way
+
+    @property
+    def _home(self) -> str:
+        return "cpu" if self.device is None else self.device.type
+
+    def _meeting_place(self, what: str, source: int, target: int) -> Any:
+        """A part of the store for two ranks; with a connection of its own, which leaves the watch's store free."""
+        return PrefixStore(f"{self._prefix}/{what}/{source}-{target}", self._store.clone())
+
+    def _make_second(self, peer: int) -> PeerConnection:
+        low, high = sorted((self.rank, peer))
+        place, limit = self._meeting_place("second", low, high), timedelta(seconds=self.timeout)
+        make = partial(dist.ProcessGroupGloo, place, int(self.rank == high), 2, limit)
+        backend = self._transfers.connect(peer, self._tag + CONTROL_TAG + 3, make)
+        return PeerConnection(peer, backend, int(peer == high))
+
+    def _make_link(self, peer: int, route: tuple[int, int]) -> DeviceLink:
+        """A communicator from one rank to another, which has moved its first bytes."""
+        assert self.device is not None
+        transfers, number = self._transfers, int(self.rank == route[1])
+        place = self._meeting_place(self._home, *route)
+        make = partial(make_backend, self._kinds[self._home], place, number, transfers.longest)
+        backend = transfers.connect(peer, self._tag + CONTROL_TAG + 3, make)
+        link = DeviceLink(backend, peer, number, self.device, transfers.guard, self.clock.now)
+        transfers.connect_devices(link, number)
+        return link
 
     def _connection(self, channel: Channel, peer: int) -> PeerConnection:
         second = self._seconds.get(peer) if channel.source_rank > channel.target_rank else None
-        return second or self._transfers.connection(peer)
+        return (second or self._transfers.connection(peer))._replace(
+            link=self._links.get((channel.source_rank, channel.target_rank)),
+            foreign=self._home != "cpu" and self._homes.get(peer, self._home) != self._home,
+        )
 
     def _make_incoming(self, tag: int, number: int, channel: Channel) -> DistributedIncoming:
         place, connection = tag + number * SUBTAGS, self._connection(channel, channel.source_rank)
@@ -197,7 +244,7 @@ class DistributedTransport(Transport):
 
     def _make_outgoing(self, tag: int, max_sends: int, number: int, channel: Channel) -> DistributedOutgoing:
         place, connection = tag + number * SUBTAGS, self._connection(channel, channel.target_rank)
-        return DistributedOutgoing(channel, place, self._transfers, connection, self._book, self.device, max_sends)
+        return DistributedOutgoing(channel, place, self._transfers, connection, self._book, max_sends)
 
     def _make_bell(self) -> Bell | None:
         """What wakes the watches of other ranks, where something can."""
@@ -214,6 +261,7 @@ class DistributedTransport(Transport):
             for end in ends.outgoing.values()
             for microbatch in end.flush()
         ]
+        found += [(channel.source_stage, number) for link in self._links.values() for channel, number in link.flush()]
         if found:
             raise Rewritten(*found[0])
 
@@ -289,6 +337,8 @@ class DistributedTransport(Transport):
         self.watch.end_step()
         for ends in used:
             ends.end_step()
+        for link in self._links.values():
+            link.end_step()
 
     def _agreed(self, answers: Exchanged) -> list[Any]:
         apart = different_calls(answers.calls) if len(set(answers.calls)) > 1 else None
@@ -338,6 +388,9 @@ class DistributedTransport(Transport):
         self.watch.close()
         self._opened.clear()
         self._seconds.clear()
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
         self._book.clear()
         self.ends = ChannelEnds((), self.rank)
 
@@ -351,6 +404,17 @@ def _traffic(
         return {}, None
     awaited = None if waiting is None or waiting.edge is None else found.ends.awaited(waiting.edge, waiting.microbatch)
     return {index: end.count for index, end in found.ends.outgoing.items() if end.count}, awaited
+
+
+def _wait_of(links: Mapping[tuple[int, int], DeviceLink]) -> Waiting | None:
+    """What the device of this rank waits for, and for how long, asked by the watch."""
+    waits = [found for link in list(links.values()) if (found := link.waiting()) is not None]
+    return min(waits, key=lambda waiting: waiting.since, default=None)
+
+
+def _abort(links: Mapping[tuple[int, int], DeviceLink]) -> None:
+    for link in list(links.values()):
+        link.abort()
 
 
 def _close_connections(backend: Any, seconds: Mapping[int, PeerConnection], tag: int, peer: int) -> None:

@@ -15,9 +15,9 @@ process group:
 - After an alarm all ranks say what they do, and a verdict follows, or the alarm is called off (`arbitration`).
 - A rank that has waited for a second says in which of the user's calls it is. Where all ranks wait and not all are in
   the same call, they wait in vain, and the odd one is named at once.
-- A rank that finds a verdict closes its own connections, by a receive that times out on purpose. That frees its main
-  thread, wherever gloo holds it. It is done only after the verdict is in the store, so whoever sees such a connection
-  close will find the true reason there.
+- A rank that finds a verdict aborts the communicators of its device, and closes its own connections, by a receive that
+  times out on purpose. That frees its main thread, wherever gloo or a kernel holds it. It is done only after the
+  verdict is in the store, so whoever sees such a connection close will find the true reason there.
 
 The same way a step that failed, with all links whole, is put on the `news` of ranks that are busy.
 
@@ -81,6 +81,10 @@ class Watch:
         self.leave_other_group: Callable[[PeerFailure], None] | None = None  # ends a wait for ranks of another group
         self.waits_in_other_group: Callable[[], bool] = lambda: False  # that group ends such a wait by itself
         self.ended: Callable[[PeerFailure], None] = lambda verdict: None  # told the verdict before anybody leaves
+        self.device_waiting: Callable[[], Waiting | None] = lambda: (
+            None
+        )  # what a device waits for, whatever its host does
+        self.abort_device: Callable[[], None] = lambda: None  # ends that wait
         # how the ranks talk to each other
         self._rank, self._ranks, self._timeout = rank, ranks, timeout
         self._beat = min(BEAT_SECONDS, timeout / 10)
@@ -241,6 +245,7 @@ class Watch:
         self.verdict = verdict = placed(verdict, self.axes)
         self.ended(verdict)
         self._decided.set()
+        self.abort_device()
         waiting, leave = self.waiting, self.leave_other_group
         if waiting is not None:
             self.close_connections(waiting.peer)
@@ -269,7 +274,7 @@ class Watch:
             self._read_news()
         self._overdue.in_other_group.tell(self.leave_other_group is not None or self.waits_in_other_group())
         self._overdue.compiling.tell(is_compiling())
-        waiting, proposal = self.waiting, self._proposal
+        waiting, proposal = self.waiting or self.device_waiting(), self._proposal
         if proposal is not None and self.clock.now() - self._stood_until < self._timeout:
             proposal = PeerFailure(self._rank, f"stood still for {self._stood_still:.0f} s, so that the others left")
         mine: Alarm | None = None
@@ -285,7 +290,7 @@ class Watch:
         alarm = self._bulletin.alarm() if has_notes or mine is not None else None
         if alarm is not None:
             self._alarmed = alarm.failure
-            return self._arbitration.verdict(alarm, self.own.state(self.waiting))
+            return self._arbitration.verdict(alarm, self.own.state(waiting))
         self._bulletin.has_looked(step)
         return None
 

@@ -83,9 +83,11 @@ class Layout:
         # the sender's text on both ends: equal values need not pickle to equal bytes
         self.text = encoding.dump(content) if text is None else text
         self.checksum = zlib.crc32(self.text)
-        self.regions, self.frame_bytes = arrange(self.slots, content.device_link, all_packed)
+        self.regions, self.frame_bytes, self.device_bytes = arrange(self.slots, content.device_link, all_packed)
         self.directs = [region for region in self.regions if region.direct]
-        self.copies = [copy for region in self.regions if not region.direct for copy in region.copies]
+        self.on_link = [region for region in self.regions if region.on_link]
+        in_frame = [region for region in self.regions if not (region.direct or region.on_link)]
+        self.copies = [copy for region in in_frame for copy in region.copies]
         self.payload_bytes = sum(region.carried for region in self.regions)
         self.on_cpu = all(slot is None or slot.device == "cpu" for slot in self.slots)
         self.spread = any(region.spread for region in self.regions)
@@ -180,13 +182,9 @@ class Layout:
                 end = start + nbytes
         return True
 
-    def pack_anew(self, value: Any) -> tuple[Frame, list[tuple[Tensor, Tensor | None]]] | None:
-        """Pack a value that fits into a buffer that no send is using; see `pack`. None where it does not fit."""
-        leaves = self.fits(value)
-        if leaves is None:
-            return None
-        frame = self.spare.pop() if self.spare else Frame(self.frame_bytes, self.copies)
-        return frame, self.pack(leaves, frame)
+    def take_frame(self) -> Frame:
+        """A packing buffer that no send is using."""
+        return self.spare.pop() if self.spare else Frame(self.frame_bytes, self.copies)
 
     def pack(self, leaves: Sequence[Any], frame: Frame) -> list[tuple[Tensor, Tensor | None]]:
         """Copy what is packed into the frame; returns the bytes that travel by themselves, see `PlacedRegion.take`."""
@@ -198,20 +196,35 @@ class Layout:
             place.copy_(once(leaves[copy.leaf].detach()))
         return [region.take(leaves) for region in self.directs]
 
+    def pack_on_device(self, leaves: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+        """Return what travels by the device's link, and the tensor in whose memory that still is, if in one's."""
+        if len(self.on_link) == 1:
+            return self.on_link[0].take(leaves)
+        home = leaves[next(iter(self.on_link[0].slots))].device
+        payload = torch.empty(self.device_bytes, dtype=torch.uint8, device=home)
+        for region in self.on_link:
+            for copy in region.copies:
+                view(payload, copy).copy_(once(leaves[copy.leaf].detach()))
+        return payload, None
+
     # -- with the receiver
 
-    def build_ahead(
-        self, frame: Tensor, directs: Sequence[Tensor], device: torch.device | None, by_device: bool
-    ) -> tuple[Any, bool]:
+    def blank_on_device(self, device: torch.device) -> Tensor:
+        """Memory for what travels by the device's link."""
+        if len(self.on_link) == 1:
+            return self.on_link[0].make_carrier(device)
+        return torch.empty(self.device_bytes, dtype=torch.uint8, device=device)
+
+    def build_ahead(self, frame: Tensor, directs: Sequence[Tensor], device: torch.device | None) -> tuple[Any, bool]:
         """The value before its bytes have come, and whether it can be made: not if they must then be copied."""
-        if self.spread or not (
-            self.on_cpu or (by_device and all(region.direct or region.device == "cpu" for region in self.regions))
-        ):
+        if self.spread or not self.on_cpu:
             return None, False
         return self.build(frame, directs, device), True
 
-    def build(self, frame: Tensor, directs: Sequence[Tensor], device: torch.device | None) -> Any:
-        """The value whose bytes are, or will be, in the frame and in the messages of their own."""
+    def build(
+        self, frame: Tensor, directs: Sequence[Tensor], device: torch.device | None, payload: Tensor | None = None
+    ) -> Any:
+        """The value whose bytes are, or will be, in the frame, in messages of their own and in the device's payload."""
         lone = self.lone
         if lone is not None:
             blank = torch.empty(0, dtype=lone.dtype)
@@ -224,7 +237,9 @@ class Layout:
             items[leaf] = blank.set_(frame.untyped_storage(), offset, slot.shape, slot.stride)
         arrived = iter(directs)
         for region in self._unsettled:
-            for leaf, tensor in region.settle(next(arrived) if region.direct else frame, device).items():
+            carrier = next(arrived) if region.direct else payload if region.on_link else frame
+            assert carrier is not None, "what is on the device comes by its link"
+            for leaf, tensor in region.settle(carrier, device).items():
                 items[leaf] = tensor
         for leaf in self._wanting:
             items[leaf].requires_grad_()

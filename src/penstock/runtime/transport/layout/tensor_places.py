@@ -2,7 +2,8 @@
 
 They arrive as they lay: same strides, same place in a cache line, and those that overlap overlap (see `memory`). A
 region, the memory of one tensor or of several that overlap, travels as it is where it has no gaps: in the frame, or,
-from `DIRECT_BYTES` on, as a message of its own from and into its final memory. Of a region with gaps (a column of a
+from `DIRECT_BYTES` on, as a message of its own from and into its final memory; or with all others on its device, by
+the device's link. Of a region with gaps (a column of a
 matrix) the elements travel close together and are spread when they have come. All of this follows from the slots, so
 that both ends agree without another word.
 """
@@ -53,6 +54,7 @@ class PlacedRegion(NamedTuple):
     phase: int
     spread: bool  # its elements lie close together under way
     direct: bool  # it has a message of its own
+    on_link: bool  # it is on the device and travels by a device's link
     offset: int  # in bytes from the start of what carries it
     carried: int  # bytes
     copies: list[Copy]
@@ -82,7 +84,7 @@ class PlacedRegion(NamedTuple):
         once(resolved).copy_(once(tensor))
         return _octets(resolved, self.nbytes), None
 
-    def make_carrier(self, device: torch.device | None) -> Tensor:
+    def make_carrier(self, device: torch.device | None = None) -> Tensor:
         """The memory that its own message is received into: the final one, where it has not yet to be spread."""
         return blank((self.carried,), (1,), torch.uint8, 0 if self.spread else self.phase, device)
 
@@ -91,7 +93,7 @@ class PlacedRegion(NamedTuple):
         moves = device is not None and carrier.is_cpu and self.device != "cpu"
         if not (self.spread or moves):
             return self._members(carrier, self.offset)
-        memory = blank((self.nbytes,), (1,), torch.uint8, self.phase, device if moves else None)
+        memory = blank((self.nbytes,), (1,), torch.uint8, self.phase, device if moves else carrier.device)
         made = self._members(memory, 0)
         for copy in self.copies:
             once(made[copy.leaf]).copy_(view(carrier, copy))
@@ -147,24 +149,36 @@ def slots_of(leaves: Sequence[Tensor]) -> list[Slot]:
     ]
 
 
-def arrange(slots: Sequence[Slot | None], device_link: bool, all_packed: bool) -> tuple[list[PlacedRegion], int]:
-    """The regions of a message and the size of its frame.
+def arrange(slots: Sequence[Slot | None], device_link: bool, all_packed: bool) -> tuple[list[PlacedRegion], int, int]:
+    """The regions of a message, the size of its frame, and of its payload on a device's link.
 
-    With `device_link`, tensors off the CPU travel on a link of their own; `all_packed`: nothing is direct.
+    With `device_link`, tensors off the CPU travel on a link of their own, all in one payload: that is their memory,
+    where there is one, and else a packed copy. `all_packed`: nothing else is direct.
     """
     members: dict[int, dict[int, Slot]] = {}
     for leaf, slot in enumerate(slots):
         if slot is not None:
             members.setdefault(slot.region, {})[leaf] = slot
-    placed, end = [], HEADER_BYTES
+    placed, end, device_end = [], HEADER_BYTES, 0
     for slots_of_region in members.values():
-        region = _arrange_region(slots_of_region, whole_lines(end), device_link, all_packed)
-        end = end if region.direct else region.offset + region.carried
+        region = _arrange_region(slots_of_region, whole_lines(end), whole_lines(device_end), device_link, all_packed)
+        if region.on_link:
+            device_end = region.offset + region.carried
+        elif not region.direct:
+            end = region.offset + region.carried
         placed.append(region)
-    return placed, whole_lines(end)  # torch.save wants storages that are some whole elements of whatever dtype
+    alone = [place for place, region in enumerate(placed) if region.on_link]
+    if len(alone) == 1:
+        region = placed[alone[0]]
+        moved = [copy._replace(offset=copy.offset - region.offset) for copy in region.copies]
+        placed[alone[0]] = region._replace(offset=0, copies=moved)
+        device_end = region.carried
+    return placed, whole_lines(end), device_end  # torch.save wants storages that are some whole elements
 
 
-def _arrange_region(slots: dict[int, Slot], end: int, device_link: bool, all_packed: bool) -> PlacedRegion:
+def _arrange_region(
+    slots: dict[int, Slot], end: int, device_end: int, device_link: bool, all_packed: bool
+) -> PlacedRegion:
     nbytes = max(slot.start + elements_in(slot.shape, slot.stride) * slot.dtype.itemsize for slot in slots.values())
     first = next(iter(slots.values()))
     phase = (first.phase - first.start) % LINE
@@ -179,8 +193,9 @@ def _arrange_region(slots: dict[int, Slot], end: int, device_link: bool, all_pac
         carried = whole_lines(carried)
         dense.append(Copy(leaf, slots[leaf].dtype, shape, torch.empty(shape, device="meta").stride(), carried))
         carried += math.prod(shape) * slots[leaf].dtype.itemsize
-    by_device = device_link and first.device != "cpu" and carried > 0
-    direct = not all_packed and (carried >= DIRECT_BYTES or by_device)
+    on_link = device_link and first.device != "cpu" and carried > 0
+    direct = not all_packed and not on_link and carried >= DIRECT_BYTES
+    end = device_end if on_link else end
     offset = 0 if direct else end if spread else end + phase
     copies = (
         [copy._replace(offset=offset + copy.offset) for copy in dense]
@@ -190,7 +205,7 @@ def _arrange_region(slots: dict[int, Slot], end: int, device_link: bool, all_pac
             for leaf, shape in shapes.items()
         ]
     )
-    return PlacedRegion(slots, nbytes, phase, spread, direct, offset, carried, copies)
+    return PlacedRegion(slots, nbytes, phase, spread, direct, on_link, offset, carried, copies)
 
 
 def _once(slot: Slot) -> tuple[int, ...]:

@@ -146,6 +146,7 @@ LONG = {
     "docs/explanations/transports.md",
     "docs/guides/checkpoints.md",
     "docs/guides/command.md",
+    "docs/guides/doctor.md",
     "docs/guides/choose-a-schedule.md",
     "docs/guides/parallel.md",
     "docs/guides/overlapped-steps.md",

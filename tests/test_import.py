@@ -41,6 +41,7 @@ ROOMS = [
     "train",
     "rehearsal",
     "planner",
+    "doctor",
     "cli",
     "__main__",
 ]

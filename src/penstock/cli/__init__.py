@@ -16,6 +16,7 @@ import typer.core
 import penstock
 from penstock.cli.bench import bench
 from penstock.cli.checkpoint import checkpoint
+from penstock.cli.doctor import doctor
 from penstock.cli.evaluate import evaluate
 from penstock.cli.generate import generate
 from penstock.cli.output import complain
@@ -49,6 +50,7 @@ EXAMPLES = """Examples:\n
   penstock studio --out studio.html
   penstock whatif --from run.json --ranks 8 --schedule zb-v
   penstock checkpoint verify runs/checkpoints
+  penstock doctor --ranks 2
   penstock primer all-reduce
   penstock bench overhead --quick --schedules 1f1b,zb-v
 """
@@ -85,7 +87,7 @@ app = typer.Typer(
 NAMES: dict[Any, str] = {evaluate: "eval"}  # a name that Python has taken
 SETTINGS: dict[Any, dict[str, Any]] = {bench: {"allow_interspersed_args": False}}  # what follows a name is the bench's
 LOOKING = (show, verify, simulate, rehearse, compare, search, view, studio, whatif)
-for command in (train, plan, evaluate, generate, *LOOKING, primer, bench):
+for command in (train, plan, evaluate, generate, *LOOKING, primer, bench, doctor):
     short = (command.__doc__ or "").partition(":")[0].partition(".")[0] + "."
     app.command(NAMES.get(command), short_help=short, context_settings=SETTINGS.get(command))(command)
 app.add_typer(checkpoint, name="checkpoint", short_help="Checkpoints: list, verify, export, diff.")

@@ -1,0 +1,72 @@
+"""`penstock doctor`: whether pipelines are right and fast on this machine, check by check."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.output import guarded, working, write, write_json
+from penstock.cli.source import AsJson, whole
+from penstock.view.figures import counted
+
+Ranks = Annotated[
+    int | None,
+    typer.Option("--ranks", "-r", parser=whole(2), metavar="N", help="The most ranks (default: devices, up to 8)."),
+]
+Families = Annotated[
+    str | None, typer.Option("--families", metavar="NAME,NAME", help="Only these families (default: all).")
+]
+Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="Where everything is written, to attach to an issue.")]
+ClusterOut = Annotated[
+    Path | None, typer.Option("--cluster", metavar="FILE", help="Write this machine as a cluster for penstock plan.")
+]
+
+
+@guarded
+def doctor(
+    ranks: Ranks = None,
+    families: Families = None,
+    out: Out = Path("penstock-doctor.json"),
+    cluster: ClusterOut = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check that pipelines are right on this machine: its devices, its backend and its links.
+
+    Takes about two minutes. Every family is compared with a plain loop, on two ranks and on all; a rank is killed;
+    reads by the host are counted; devices and links are measured. Exit code 1 when a check fails.
+    """
+    with working("loading torch"):
+        from penstock.doctor.examine import examine, ranks_to_try, training_families  # loads torch
+        from penstock.doctor.findings import Examination
+        from penstock.doctor.machine import describe_machine
+    names = training_families(tuple(families.split(",")) if families else ())
+    sizes = ranks_to_try(ranks)
+    machine = describe_machine()
+    if not as_json:
+        write(f"{counted(len(machine['devices']), 'device')} ({machine['device']}), {machine['backend']}, "
+              f"torch {machine['torch']}, penstock {machine['penstock']}")  # fmt: skip
+    findings = []
+    with working("examining"):
+        for each in examine(names, sizes):
+            findings.append(each)
+            if not as_json:
+                write(f"  {each.outcome}  {each.check:<24} {each.text}")
+    examination = Examination(machine, tuple(findings))
+    out.write_text(json.dumps(examination.document(), indent=2) + "\n", encoding="utf-8")
+    if cluster is not None and (text := examination.cluster()) is not None:
+        cluster.write_text(text, encoding="utf-8")
+    if as_json:
+        write_json(examination.document())
+    else:
+        failed = len(examination.failed)
+        verdict = (
+            f"{counted(failed, 'check')} of {len(findings)} failed"
+            if failed
+            else f"{len(findings)} checks, none failed"
+        )
+        write(f"{verdict}; everything that is known is in {out}")
+    if examination.failed:
+        raise typer.Exit(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Annotated, Any
 
@@ -37,9 +36,7 @@ TopP = Annotated[
     str | None, typer.Option("--top-p", metavar="SHARE", help="Choose among the likeliest that make up this share.")
 ]
 Seed = Annotated[int, typer.Option(parser=whole(0), metavar="N", help="Another seed gives another text.")]
-Threads = Annotated[
-    int | None, typer.Option("--threads", parser=whole(1), metavar="N", help="Cores for a model of transformers.")
-]
+Threads = Annotated[int | None, typer.Option("--threads", parser=whole(1), metavar="N", help="Cores to compute on.")]
 
 
 @guarded
@@ -70,10 +67,8 @@ def generate(
         raise UsageError("--prompt is continued as it is, --chat is a question to be answered; give one of them")
     begins = questions or prompts or ["def "]
     with working("loading"):
-        # small operations of numpy only wait for each other on several cores
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         prepare_environment()
-        from penstock.train.generation.opening import open_writer  # loads numpy, or torch
+        from penstock.train.generation.opening import open_writer  # loads torch
         from penstock.train.generation.sampling import Sampling
 
         sampling = Sampling(**options)  # type: ignore[arg-type]

@@ -1,27 +1,30 @@
-"""A trained model in one piece, from a checkpoint of any layout, ready to write text.
-
-The built-in GPT is put together from the files alone, without torch, which would take longer to load than a page
-takes to write. A model of transformers is built by transformers.
-"""
+"""A trained model in one piece, from a checkpoint of any layout, ready to write text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.disk.arrays import read_arrays
+import torch
+from torch import nn
+
 from penstock.checkpoint.disk.manifest import read_manifest
+from penstock.checkpoint.load.reading import CheckpointContents, open_whole
+from penstock.checkpoint.named_tensors import AVERAGE
 from penstock.errors import UsageError
-from penstock.files.adapters import ADAPTER, is_adapter, name_without_adapter, scale_of
+from penstock.files.adapters import is_adapter
+from penstock.train.build import build_model
 from penstock.train.config.read import checked
-from penstock.train.config.settings import GPTOptions, TrainConfig
+from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE
 from penstock.train.generation.codec import Codec, codec_of
-from penstock.train.generation.gpt_cache import Array, CachedGPT
+from penstock.train.generation.gpt_cache import CachedGPT
+from penstock.train.generation.of_transformers import continue_together
 from penstock.train.generation.sampling import Sampling
+from penstock.train.models.huggingface import left_out, values_of
 
 Continue = Callable[[list[list[int]], int, Sampling], Iterator[tuple[int, int]]]
 
@@ -42,36 +45,59 @@ class Writer:
     continue_rows: Continue
 
 
+def open_model(checkpoint: Path, config: TrainConfig, threads: int | None = None) -> nn.Module:
+    """The model of a checkpoint in one piece, with its adapters."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    _, contents = open_whole(checkpoint)
+    model, _ = build_model(config)
+    read, leaves_out = values_of(config, model), left_out(config)
+    if read is not None:  # it was built without memory
+        for name, parameter in list(model.named_parameters()):
+            own = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=False)
+            if leaves_out is not None and not is_adapter(name):
+                read(name, own)
+            _put(model, parameter, own)
+    _fill(model, contents, leaves_out)
+    return model.eval()
+
+
+def _put(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """In every place of the model that has `old`."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is old:
+                module._parameters[name] = new
+
+
+def _fill(model: nn.Module, contents: CheckpointContents, leaves_out: Callable[[str], bool] | None) -> None:
+    """All values of the checkpoint into the model; a tied parameter is there under one of its names."""
+    state, filled = model.state_dict(keep_vars=True), set()
+    with torch.no_grad():
+        for name, value in state.items():
+            keys = [key for key in (f"{AVERAGE}{name}", f"model.{name}") if key in contents.tensors]
+            if keys:  # the average, where there is one: as in evaluations
+                value.copy_(contents.tensor(keys[0]))
+                filled.add(id(value))
+    missing = [name for name, value in state.items() if id(value) not in filled]
+    missing = [name for name in missing if leaves_out is None or not leaves_out(name)]
+    if missing:
+        raise UsageError(f"{contents.path} has no values for {', '.join(missing[:5])}")
+
+
 def open_writer(checkpoint: Path, threads: int | None = None) -> Writer:
-    """The model of a checkpoint, what its tokens mean, and how it goes on."""
+    """Return the model of a checkpoint, what its tokens mean, and how it goes on."""
     config, origin = saved_config(checkpoint), read_manifest(checkpoint).origin
-    if config.model.source == "gpt":
-        codec = codec_of(config, origin)
-        return Writer(codec, _rows_in_turn(open_gpt(checkpoint, config, origin), codec.end))
-    if config.model.source.startswith(HUGGINGFACE):
-        from penstock.train.generation.of_transformers import continue_together, open_model  # loads torch
-
-        codec, model = codec_of(config, origin), open_model(checkpoint, config, threads)
-        return Writer(codec, partial(continue_together, model, codec.end))
-    raise UsageError(
-        f"{checkpoint} is of {config.model.source}; text can be sampled from the built-in GPT and from models of "
-        f"transformers"
-    )
-
-
-def open_gpt(checkpoint: Path, config: TrainConfig, origin: Mapping[str, Any] | None) -> CachedGPT:
-    """The built-in GPT; adapters are added to its weights."""
-    arrays = read_arrays(checkpoint)
-    heads = checked(GPTOptions, config.model.options, "model.options").heads
-    weights: dict[str, Array] = {
-        name_without_adapter(name): value for name, value in arrays.items() if not is_adapter(name)
-    }
-    for name in (name for name in arrays if name.endswith(f".lora_A.{ADAPTER}.weight")):
-        place = name.partition(".lora_A.")[0]
-        down, up = arrays[name], arrays[f"{place}.lora_B.{ADAPTER}.weight"]
-        scale = scale_of(place, len(down), (origin or {})["adapter"])
-        weights[f"{place}.weight"] = weights[f"{place}.weight"] + (up @ down) * down.dtype.type(scale)
-    return CachedGPT(weights, heads)
+    built_in = config.model.source == "gpt"
+    if not built_in and not config.model.source.startswith(HUGGINGFACE):
+        raise UsageError(
+            f"{checkpoint} is of {config.model.source}; text can be sampled from the built-in GPT and from models of "
+            f"transformers"
+        )
+    codec, model = codec_of(config, origin), open_model(checkpoint, config, threads)
+    if built_in:
+        return Writer(codec, _rows_in_turn(CachedGPT(model), codec.end))
+    return Writer(codec, partial(continue_together, model, codec.end))
 
 
 def _rows_in_turn(model: CachedGPT, end: int | None) -> Continue:

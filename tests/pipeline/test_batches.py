@@ -49,6 +49,16 @@ def test_a_target_that_was_split_otherwise_than_the_input_is_an_error() -> None:
         pipeline().step(X, target=other)
 
 
+def test_a_microbatch_without_rows_is_an_error() -> None:
+    """It was a ZeroDivisionError on the last rank."""
+    empty = Microbatches([Y[:4], Y[:0], Y[4:6], Y[6:]])
+    with pipeline() as pipe:
+        for call in (pipe.step, pipe.evaluate):
+            with pytest.raises(ModelError, match=r"'target' has \[4, 0, 2, 1\] rows .* give each at least one row"):
+                call(empty, target=empty)
+        assert pipe.predict(empty).shape == Y.shape
+
+
 def test_an_empty_batch_has_nothing_to_compute() -> None:
     pipe = pipeline()
     for call in (pipe.predict, lambda x: pipe.step(x, target=x), lambda x: pipe.evaluate(x, target=x)):

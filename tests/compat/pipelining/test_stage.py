@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from compat.small_stages import BATCH, stages
-from torch import nn
+from torch import Tensor, nn
 
 import penstock.compat.pipelining as ours
 from penstock.compat.pipelining import schedules
 from penstock.compat.pipelining.stage import _PipelineStageBase, build_stage
-from penstock.errors import UsageError
+from penstock.errors import PeerFailure, UsageError
 
 
 def test_all_stages_may_be_in_one_process() -> None:
@@ -67,3 +67,25 @@ def test_build_stage_is_where_torch_has_it() -> None:
     made = [build_stage(pipe.get_stage_module(index), index, pipe.info(), torch.device("cpu")) for index in range(2)]
     schedule = ours.ScheduleInterleaved1F1B(made, 2, loss_fn=nn.functional.mse_loss)
     torch.testing.assert_close(schedule.step(BATCH[0], target=BATCH[1]), model(BATCH[0]).detach())
+
+
+def test_a_stage_that_returns_something_else_than_it_declared_is_named() -> None:
+    """The next stage failed instead, or none did and a rank waited for one that had nothing to send."""
+    x = torch.randn(8, 4)
+    for change, words in (
+        (torch.flatten, r"float32 of shape \(B\)"),
+        (Tensor.bfloat16, r"bfloat16 of shape \(B, 4\)"),
+        (lambda y: (y, y), r"float32 of shape \(B, 4\), torch.float32 of shape \(B, 4\)"),
+    ):
+        modules = [nn.Linear(4, 4), nn.Linear(4, 4)]
+        made = [
+            ours.PipelineStage(module, index, 2, input_args=x[:2], output_args=x[:2])
+            for index, module in enumerate(modules)
+        ]
+        schedule = ours.ScheduleInterleaved1F1B(made, 4, loss_fn=nn.functional.mse_loss)
+        schedule.step(torch.randn(12, 4), target=torch.randn(12, 4))  # with any number of rows
+        handle = modules[0].register_forward_hook(lambda _, __, y, change=change: change(y), prepend=True)
+        with pytest.raises(PeerFailure, match=rf"stage 0 returned torch.{words}, but its output_args= declare torch.f"):
+            schedule.step(x, target=x)
+        handle.remove()
+        schedule.close()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
+import torch
 from faults.on_threads import assert_clean, fail, pipeline
 from faults.traps import Boom, batch, boom, trap_of
+from processes import on_processes
+from torch import nn
 
-from penstock.errors import MessageError
+import penstock
+from penstock.errors import MessageError, PeerFailure
 from penstock.runtime.engine.report import EndedStep, StepReport
 
 
@@ -33,13 +38,13 @@ def test_two_ranks_that_fail_at_once_are_both_in_the_report() -> None:
         assert_clean(pipe)
 
 
-def test_a_failed_step_says_that_it_may_have_added_to_gradients_that_were_there() -> None:
+def test_a_failed_step_says_that_it_is_undone_also_where_gradients_were_there() -> None:
     with pipeline() as pipe:
         x, y = batch()
         pipe.step(x, target=y)
         trap_of(pipe, 1).set("backward", 1)
         failure = fail(pipe)
-        assert "call zero_grad()" in " ".join(failure.__notes__)
+        assert "this step is undone" in " ".join(failure.__notes__)
         pipe.zero_grad()
         assert_clean(pipe)
 
@@ -79,3 +84,23 @@ def test_a_refused_report_says_how_many_steps_were_complete_and_not_only_exchang
     with pytest.raises(MessageError) as caught:
         step.reports()
     assert caught.value.__notes__ == ["on this rank, 3 training steps of the pipeline were complete by then"]
+
+
+def alone_in_a_step_that_fails() -> list[str]:
+    """Rank 0 runs a second step, and the other does not."""
+    x, stages = torch.randn(4, 4), [nn.Linear(4, 4), nn.Linear(4, 4)]
+    with penstock.Pipeline(stages, microbatches=1, timeout=1.5, loss_fn=nn.functional.mse_loss) as pipe:
+        pipe.step(x, target=x)
+        if pipe.rank == 1:
+            time.sleep(3)
+            return []
+        with pytest.raises(PeerFailure) as caught:
+            pipe.step(x[:, :3], target=x)
+        return [str(caught.value), *caught.value.__notes__]
+
+
+def test_an_error_of_a_rank_that_others_do_not_hear_of_is_named_beside_their_silence() -> None:
+    """It said that the other rank was silent, and no more."""
+    (failure, *notes), _ = on_processes(2, alone_in_a_step_that_fails)
+    assert failure.startswith("rank 1 ")
+    assert any("rank 0 had failed by itself before that: RuntimeError: mat1 and mat2" in note for note in notes)

@@ -230,24 +230,3 @@ def test_a_stage_that_sends_elsewhere_than_declared_is_an_error() -> None:
         )
         with pytest.raises(PeerFailure, match=r"stage 0 sends to stages \[2\] beside the next one, but"):
             pipe.step(x, target=x)
-
-
-def test_a_stage_in_which_nothing_can_wait_for_w_saves_nothing_where_it_recomputes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its first forward shows that. The forwards that are discarded after that one must not keep what they compute."""
-    from penstock.runtime.engine import stage as module
-
-    saving_nothing, original = [], module.saved_tensors_hooks
-
-    def counted(*hooks: Any) -> Any:
-        saving_nothing.append(hooks)
-        return original(*hooks)
-
-    monkeypatch.setattr(module, "saved_tensors_hooks", counted)
-    stages = [nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh(), nn.Tanh())]
-    with penstock.Pipeline(
-        stages, ranks=2, microbatches=3, schedule="zb-h1", loss_fn=F.mse_loss, recompute="always"
-    ) as pipe:
-        pipe.step(torch.ones(6, WIDTH), target=torch.zeros(6, WIDTH))
-    assert len(saving_nothing) == 2 * (3 - 1)

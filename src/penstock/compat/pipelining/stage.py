@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class PipelineStage(_PipelineStageBase):
         num_stages: The number of stages of the pipeline.
         device: The device of the stage.
         input_args: Read for meshes only.
-        output_args: Read for meshes only.
+        output_args: What the stage returns for a microbatch, of any number of rows; anything else is an error.
         output_grads: Not used.
         input_grads: Not used.
         group: The process group of the pipeline's ranks.
@@ -129,6 +130,24 @@ class PipelineStage(_PipelineStageBase):
             raise UsageError(f"get_mesh={get_mesh!r}: pass a function of (names of axes, layout) that returns a mesh")
         self.get_mesh = get_mesh
         self.declared = pytree.tree_leaves((input_args, output_args, output_grads, input_grads))
+        if output_args is not None:
+            submodule.register_forward_hook(partial(_check_declared, stage_index, _kinds(output_args)))
+
+
+def _kinds(value: Any) -> list[tuple[torch.dtype, tuple[int | str, ...]]]:
+    """The types and shapes of all tensors in a value, with a letter for the rows."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [(leaf.dtype, ("B", *leaf.shape[1:]) if leaf.dim() else ()) for leaf in tensors]
+
+
+def _check_declared(stage: int, declared: Sequence[Any], _: nn.Module, __: Any, output: Any) -> None:
+    found = _kinds(output)
+    if found != declared:
+        listed = [
+            ", ".join(f"{dtype} of shape ({', '.join(map(str, shape))})" for dtype, shape in kinds)
+            for kinds in (found, declared)
+        ]
+        raise ModelError(f"stage {stage} returned {listed[0]}, but its output_args= declare {listed[1]} (B: the rows)")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from torch._C._functorch import peek_interpreter_stack as _functorch_level
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import ModelError
@@ -116,9 +117,9 @@ class DeferringMode(TorchFunctionMode):
     def may_split(x: Any) -> bool:
         """Whether an operation on this input may be taken apart here at all.
 
-        In a checkpoint or an offload, what is saved is not ours to keep.
+        In a checkpoint or an offload, what is saved is not ours to keep. What is detached has no tangent.
         """
-        if not torch.is_grad_enabled() or type(x) not in PLAIN:
+        if not torch.is_grad_enabled() or type(x) not in PLAIN or forward_ad._current_level >= 0:
             return False
         return _saved_tensors_hooks(False) is None and _functorch_level() is None
 

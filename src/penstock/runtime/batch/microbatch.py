@@ -261,6 +261,11 @@ class Splitter:
 
 def _check_target(arguments: Mapping[str, list[int]], target: list[int] | None) -> None:
     """The target has the rows of an argument; not of each: a bias has a dimension 0 too, which is not of rows."""
+    if target is not None and 0 in target:
+        raise ModelError(
+            f"'target' has {target} rows in its microbatches: the mean loss of one without rows is not defined; give "
+            f"each at least one row"
+        )
     if target is None or not arguments or target in arguments.values():
         return
     name, rows = next(iter(arguments.items()))

@@ -30,6 +30,7 @@ from penstock.runtime.engine.recorder import WallStart
 from penstock.runtime.engine.report import EndedStep, StepReport
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.engine.step_input import Refused, StepInput
+from penstock.runtime.state.dual_levels import notice_dual_levels
 from penstock.runtime.state.randomness import (
     GeneratorLock,
     StageRandomness,
@@ -80,6 +81,8 @@ class LocalRanks:
         self._inside = False
         self._patience = GeneratorTimeout(transports)
         self._takes_turns = len(transports) > 1 or stage_type.attached
+        if self._takes_turns:
+            notice_dual_levels()
         self.thread_randomness = ThreadRandomness(GENERATOR_LOCK, counter.seed_for, self._patience.waits)
         self._threads: RankThreads | None = None  # of ranks that are threads, from their first step on
         self.executors: dict[int, Executor] = {}

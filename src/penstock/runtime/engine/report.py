@@ -157,6 +157,8 @@ class EndedStep:
                 named = lost if lost.report else with_report(lost, doing)
                 if isinstance(own, (KeyboardInterrupt, SystemExit)):
                     raise own from named
+                if own is not None:
+                    named.add_note(f"rank {mine} had failed by itself before that: {_in_words(own)}")
                 raise named from own
             except MessageError as error:
                 note_steps(error, self.report.steps)

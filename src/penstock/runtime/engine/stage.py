@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from penstock.errors import ModelError, RunError
+from penstock.errors import RunError
 from penstock.model.part import OUTPUT, StagePart
 from penstock.optim.precision import Precision
 from penstock.runtime.backward.deferred_weights import DeferredWeights
@@ -149,9 +148,10 @@ class Stage:
 
     def _run_for_recompute(self, graph: SavedGraph, stage_input: StageInput) -> Forward:
         """A forward that will run again: on the same tensors, in containers of its own, and on the same state."""
-        # the graph is built, so that the outputs say truly whether they want a gradient, but it
-        # saves nothing and is dropped here; the very first also shows which weights can wait for W,
-        # so that the gradients of all microbatches are added in W, in their order
+        # The graph is built, so that the outputs say truly whether they want a gradient, and the forward may take
+        # gradients itself; it is dropped here. It needs no more memory than the next one, which has gradients beside
+        # it. The very first also shows which weights can wait for W, so that the gradients of all microbatches are
+        # added in W, in their order.
         learns = stage_input.split_backward and not self._parameters.known
         buffers, watched = (
             self._buffers.before(),
@@ -160,8 +160,7 @@ class Stage:
         attributes = self._attributes.before()
         # Hooks that the stage puts on what arrived must go with this forward: the next one puts them there again.
         first = stage_input.aliased()._replace(split_backward=learns)
-        with nullcontext() if learns else saved_tensors_hooks(_save_small_only, _never_unpack):
-            results = self._run(SavedGraph(graph.microbatch, first.arrived), first, "checkpointing")
+        results = self._run(SavedGraph(graph.microbatch, first.arrived), first, "checkpointing")
         self._buffers.after(buffers)
         self._attributes.after(attributes)
         precision = self.precision
@@ -256,14 +255,3 @@ class Stage:
         if deferred is None:
             raise RunError(f"stage {self.part.index} has no postponed weight gradient of microbatch {microbatch}")
         self.fresh.run(deferred.run)
-
-
-def _save_small_only(tensor: Tensor) -> Tensor | None:
-    """Save only small or integer tensors, from which it can be read what a loss is divided by."""
-    return tensor.detach() if tensor.dim() < 2 or not tensor.is_floating_point() else None
-
-
-def _never_unpack(saved: Tensor | None) -> Tensor:
-    if saved is not None:
-        return saved
-    raise ModelError("a stage that is recomputed took a gradient inside its own forward; use recompute='never' for it")

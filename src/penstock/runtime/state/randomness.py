@@ -123,6 +123,16 @@ def swap_holding(quietly: bool | None) -> bool | None:
     return before
 
 
+def needs_to_be_alone(why: str) -> None:
+    """Note that the compute on this thread must not run beside others; raise if it does."""
+    if getattr(_holding, "quietly", False):
+        raise RunError(
+            f"a stage {why}, and did not when it first ran, so that others run beside it; use processes, or let its "
+            f"first forward do so too"
+        )
+    _drawn.drew = True
+
+
 class GeneratorLock:
     """Who may use the one generator of this process now: one compute alone, or several that draw nothing.
 

@@ -172,7 +172,7 @@ def _accumulate(
             for number in range(pipe.microbatches):
                 trace.numbers = [number] * split.stages
                 loss, extra = _plain_forward(pipe, split, batch, step, number, trace, precision, statistics, loss_fn)
-                shares.saw(number, read_loss(loss))
+                shares.saw(number, read_loss(loss), loss)
                 found = shares.if_counts(number)
                 share = 0.0 if found is None else found[number]
                 roots = [(loss, share), *((value, 1.0 / pipe.microbatches) for value in extra)]

@@ -135,7 +135,7 @@ class StepCheck:
             self._checks.weighing.draws, self._due, self._before = True, set(), None
             self._checks.weighing.cannot_tell("it draws random numbers")
         except CannotJoinError as error:
-            if reading is None or not reading.is_complete:
+            if self._training and (reading is None or not reading.is_complete):
                 self._checks.weighing.cannot_tell(str(error))
 
     def _compare(self, one: _Given, two: _Given, kind: torch.dtype) -> None:

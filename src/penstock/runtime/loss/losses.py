@@ -65,7 +65,7 @@ class StepLosses:
             loss = self._loss_fn(output, target, **extra)
         if isinstance(loss, Tensor):
             reading = read_loss(loss) if shares.reads or shares.measure is None else None
-            shares.saw(microbatch, reading)
+            shares.saw(microbatch, reading, output)
             if self._check is not None:
                 self._check.saw(microbatch, output, loss, reading)
         return None if loss is None else check_loss(loss)

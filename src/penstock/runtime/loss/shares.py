@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch
@@ -194,8 +195,8 @@ class Shares:
         shares = self()
         return shares if shares[number] != 0 else None
 
-    def saw(self, number: int, reading: Reading | None) -> None:
-        """Take what was read of a microbatch's loss, if anything."""
+    def saw(self, number: int, reading: Reading | None, output: Any) -> None:
+        """Take what was read of a microbatch's loss, if anything, and what it is of."""
 
     def check(self, numbers: dict[int, float]) -> list[float]:
         """Return the shares, at the end of a step; raise where terms of the batch do not count alike."""
@@ -213,6 +214,7 @@ class BatchShares(Shares):
         self._settled = False
         self._empty: set[int] = set()  # microbatches that weigh nothing, while nothing is known of others
         self._readings: dict[int, Reading] = {}  # by microbatch
+        self._per_row: dict[int, float] = {}  # entries of the output, by microbatch
         self._total: Callable[[], float] | None = None
         self._refused: ModelError | UsageError | None = None
         self.weights: list[float] | None = None  # None: losses add up, or nothing is known yet
@@ -264,9 +266,11 @@ class BatchShares(Shares):
     def tensors(self) -> list[Tensor]:  # type: ignore[override]
         return [each for reading in self._readings.values() for each in reading.tensors]
 
-    def saw(self, number: int, reading: Reading | None) -> None:
+    def saw(self, number: int, reading: Reading | None, output: Any) -> None:
         if reading is not None:
             self._readings[number] = reading
+            sizes = [leaf.numel() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+            self._per_row[number] = max(sizes, default=1) / self._batch.row_counts()[number]
         if self.measure is None:
             terms = () if reading is None else reading.terms
             self._learn(number, next((term for term in terms if term.is_likelihood), None))
@@ -325,6 +329,10 @@ class BatchShares(Shares):
         counts = {number: value * shares[number] for number, value in values.items()}
         if not all(map(math.isfinite, counts.values())) or _alike(values, slack) or _alike(counts, slack):
             return
+        if self.measure is ROWS and _alike(
+            {number: counts[number] * self._per_row[number] for number in counts}, slack
+        ):
+            return  # a mean over all entries of rows that have different lengths in each microbatch
         one, two = sorted((min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)))
         over = [1 / terms[number].value(numbers, plain=False) for number in (one, two)]
         weights = self.weights or [1.0] * len(shares)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.runtime.state.memory import phase_of
 from penstock.runtime.transport.layout.layout import Frame, Layout, flatten
-from penstock.runtime.transport.layout.tensor_places import DIRECT_BYTES
+from penstock.runtime.transport.layout.tensor_places import DIRECT_BYTES, HEADER_BYTES
 
 X = torch.arange(60.0).view(5, 12)
 
@@ -114,3 +114,59 @@ def test_layouts_tell_apart_what_python_calls_equal() -> None:
     ):
         assert tensor.fits(other) is None
     assert Layout.load(one.text, is_known=True).fits({"n": 1}) is not None
+
+
+def on_a_device(value: Any) -> Layout:
+    """The layout that the value would have with its tensors on a device that has a link."""
+    content = Layout.of(flatten(value), True).content
+    slots = tuple(slot and slot._replace(device="cuda") for slot in content.slots)
+    return Layout(content._replace(slots=slots))
+
+
+ON_A_DEVICE: list[tuple[Any, bool]] = [  # and whether it leaves from its own memory
+    (X, True),
+    (X[1:3], True),
+    (X[:, 3], False),
+    (X[:1].expand(9, 12), True),
+    ((X, X[1:]), True),
+    ((X[0], X.clone()[2:], torch.arange(3)), False),
+    ({"a": X[:, ::2], "b": (X, 7), "c": torch.ones(2, dtype=torch.bool)}, False),
+]
+
+
+@pytest.mark.parametrize(("value", "is_lent"), ON_A_DEVICE)
+def test_all_tensors_on_a_device_travel_in_one_piece_and_the_frame_has_none_of_them(value: Any, is_lent: bool) -> None:
+    """Each would cost a kernel; and a frame of one size lets the next message be of another shape."""
+    layout, leaves = on_a_device(value), flatten(value).items
+    payload, lender = layout.pack_on_device(leaves)
+    assert payload.numel() == layout.device_bytes
+    assert layout.frame_bytes == HEADER_BYTES
+    assert not layout.directs
+    arrived = Layout.load(layout.text, is_known=True)
+    memory = arrived.blank_on_device(torch.device("cpu")).copy_(payload)
+    built = flatten(arrived.build(Frame(HEADER_BYTES, []).tensor, (), None, memory)).items
+    for one, other in zip(leaves, built, strict=True):
+        if isinstance(one, Tensor):
+            assert torch.equal(one, other)
+            assert one.stride() == other.stride()
+            assert phase_of(one) == phase_of(other)
+        else:
+            assert one == other
+    assert (lender is not None) is is_lent
+
+
+def test_what_is_on_the_cpu_stays_in_the_frame_beside_a_device() -> None:
+    value = (X, torch.arange(5))
+    content = Layout.of(flatten(value), True).content
+    slots = tuple(
+        slot and slot._replace(device=home) for slot, home in zip(content.slots, ("cuda", "cpu"), strict=True)
+    )
+    layout = Layout(content._replace(slots=slots))
+    frame = Frame(layout.frame_bytes, layout.copies)
+    assert layout.pack(value, frame) == []
+    payload, lender = layout.pack_on_device(value)
+    assert lender is not None
+    assert lender.data_ptr() == X.data_ptr()
+    x, numbers = layout.build(frame.tensor, (), None, payload.clone())
+    assert torch.equal(x, X)
+    assert torch.equal(numbers, value[1])

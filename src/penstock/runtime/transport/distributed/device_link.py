@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _DistributedBackendOptions
 
 from penstock.runtime.state.ownership import version_of
 from penstock.runtime.transport.channel import Channel
@@ -151,14 +152,17 @@ class DeviceLink:
         self._arriving.append(first)
 
     def end_step(self) -> None:
-        """Forget what a failed step needed."""
+        """Forget what a failed step needed; what it left under way is nobody's any more."""
         self._scratch = None
+        if any(each.lender is not None for each in self._departing):
+            self._departing = deque(each._replace(lender=None) for each in self._departing)
+        self._rewritten.clear()
 
     # -- from the thread of the watch
 
     def waiting(self) -> Waiting | None:
         """Return what the device has waited for, since the watch first saw it at the head of the line."""
-        queued = [*tuple(self._arriving), *tuple(self._departing)]
+        queued: list[Arrival | Departure] = [*tuple(self._arriving), *tuple(self._departing)]
         head = next((each for each in queued if not each.work.is_completed()), None)
         if head is not self._head[0]:
             self._head = head, self._now()
@@ -193,7 +197,7 @@ def make_backend(kind: str, store: Any, number: int, timeout: timedelta) -> Any:
     plugin: Any = dist.Backend._plugins[kind.upper()]
     if not plugin.extended_api:
         return plugin.creator_fn(store, number, 2, timeout)
-    described = dist.distributed_c10d._DistributedBackendOptions()
+    described = _DistributedBackendOptions()
     described.store, described.group_rank, described.group_size = store, number, 2
     described.timeout, described.group_id, described.global_ranks_in_group = timeout, "penstock", []
     return plugin.creator_fn(described, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
+from copy import copy
 from typing import Any
 
 import torch
@@ -156,7 +157,12 @@ class DistributedIncoming(Incoming):
         """Forget the message, but for the failure that it may be and for what it says of the layout."""
         pending, link = self._arrive(microbatch), self._connection.link
         if pending.payload is not None and link is not None:
-            link.drop(pending.payload)
+            try:
+                link.drop(pending.payload)
+            except torch.OutOfMemoryError as error:
+                cause = f"{type(error).__name__}, even for what came after a failure: {error}"
+                lost = PeerFailure(self.channel.target_rank, cause, stage=self.channel.target_stage)
+                raise copy(self._transfers.watch.propose(lost)) from error
         self._done(microbatch)
         return pending.failure
 

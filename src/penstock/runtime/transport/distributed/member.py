@@ -37,7 +37,7 @@ def member_of(group: dist.ProcessGroup, timeout: float) -> Member:
     number = _made[group.group_name] = _made.get(group.group_name, -1) + 1
     members = dist.get_process_group_ranks(group)
     store = dist.distributed_c10d._get_process_group_store(group)
-    kinds = dist.BackendConfig(dist.get_backend_config(group)).get_device_backend_map()
+    kinds = dist.BackendConfig(dist.Backend(dist.get_backend_config(group))).get_device_backend_map()
     return Member(
         dist.get_rank(group),
         len(members),
@@ -60,13 +60,13 @@ def _serving_the_cpu(group: dist.ProcessGroup, store: Any, timeout: float) -> An
     if group not in _gloo:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         place, limit = PrefixStore(f"penstock/gloo/{group.group_name}", store), timedelta(seconds=timeout)
-        place.set(f"here/{rank}", b"1")
+        place.set(f"here/{rank}", "")
         for peer in range(ranks):
             try:
                 place.wait([f"here/{peer}"], limit)
-            except dist.DistStoreError as error:
+            except RuntimeError as error:  # each store has its own
                 cause = f"did not make its pipeline within {timeout:g} s, while rank {rank} waited to connect by gloo"
-                raise PeerFailure(peer, cause) from error
+                raise PeerFailure(peer, f"{cause} ({error})") from error
         _gloo[group] = keep_in_forks(dist.ProcessGroupGloo(place, rank, ranks, limit))
     return _gloo[group]
 

@@ -14,6 +14,7 @@ import ctypes
 import importlib.util
 import os
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,7 @@ if NAME == "cuda":
     _load_before_torch(_library)
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from accelerator import torch_module  # noqa: E402
 
 if NAME != "cuda":
@@ -150,3 +152,31 @@ if NAME == "cuda":
 else:
     torch._register_device_module(NAME, torch_module.module_for(NAME, native))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+_folder = ""  # where the processes of the world leave what they wait for
+
+
+def _make_group(options: Any, _: Any) -> Any:
+    """Make the backend of a process group; the first one tells all processes where to leave their state."""
+    global _folder
+    store, rank = options.store, options.group_rank
+    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    if not _folder:
+        if rank == 0:
+            store.set("folder", tempfile.mkdtemp(prefix="pretend-waits-"))
+        _folder = store.get("folder").decode()
+        patience = float(os.environ.get("PRETEND_PATIENCE", "1.0"))
+        native.watch_for_deadlocks(ranks[rank], _folder, patience, options.timeout.total_seconds())
+    return native.make_group(store, options.group_id or "world", rank, ranks, options.timeout.total_seconds())
+
+
+messages = native.messages  # how many communications were launched
+
+
+def waits() -> str:
+    """Return what stands in the queues of this process's communicators."""
+    return str(native.state(dist.get_rank()))
+
+
+dist.Backend.register_backend("pretendccl", _make_group, extended_api=True, devices=[NAME])

@@ -39,7 +39,8 @@ const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size, std::op
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_sizes_contiguous(size);
   if (format.has_value() && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
-  auto need = impl->numel() ? (impl->storage_offset() + impl->numel()) * self.element_size() : 0;
+  auto items = impl->numel() ? static_cast<size_t>(impl->storage_offset() + impl->numel()) : 0;
+  auto need = items * self.element_size();
   auto storage = self.storage();
   if (need <= storage.nbytes()) return self;
   c10::DeviceGuard guard(self.device());

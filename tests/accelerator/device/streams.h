@@ -20,7 +20,7 @@ class Queue;
 // A place in a stream that is reached once all before it has run.
 class Moment {
  public:
-  explicit Moment(Queue* queue = nullptr, std::string of = "") : queue_(queue), of_(std::move(of)) {}
+  explicit Moment(Queue* queue = nullptr, int64_t operation = 0) : queue_(queue), operation_(operation) {}
   Clock clock;  // what it stands for in the ledger
 
   bool reached();
@@ -29,11 +29,11 @@ class Moment {
   bool wait_for(std::chrono::duration<double> limit);
   double seconds();  // when it was reached, by the host's clock
   Queue* queue() const { return queue_; }
-  const std::string& of() const { return of_; }  // the communication that it ends, if it does
+  int64_t operation() const { return operation_; }  // the communication that it ends; 0: none
 
  private:
   Queue* queue_;
-  std::string of_;
+  int64_t operation_;
   std::mutex mutex_;
   std::condition_variable changed_;
   bool reached_ = false;

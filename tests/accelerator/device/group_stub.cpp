@@ -1,2 +1,0 @@
-#include <torch/csrc/utils/pybind.h>
-void bind_group(py::module_&) {}

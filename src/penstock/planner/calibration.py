@@ -24,7 +24,7 @@ from penstock.rules import is_float
 from penstock.schedule import Schedule, Timeline, family
 from penstock.schedule.builders import is_auto
 from penstock.train.config.consistent import is_schedule_file, processes_of, stages_of
-from penstock.train.config.read import checked
+from penstock.train.config.read import read_config
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.account import optimizer_states
 from penstock.train.run.flops import peak_flops
@@ -60,12 +60,12 @@ class RecordedRun:
         return candidate.seconds + (self.config.training.accumulate - 1) * candidate.priced[0]
 
 
-def read_run(path: str | Path) -> RecordedRun:
+def read_run(path: str | Path, *, trust: bool = False) -> RecordedRun:
     """Read the folder of a run that `penstock train` has made."""
     root = Path(path)
     folder = RunFolder(root)
     try:
-        config = checked(TrainConfig, _json(root / "config.json"), str(root / "config.json"))
+        config = read_config(_json(root / "config.json"), str(root / "config.json"), trust=trust)
         lines = [_line(folder.metrics, line) for line in read_plain(folder.metrics).splitlines()]
         memory = _memory_rows(folder.memory) if folder.memory.is_file() else []
         cut = folder.cut()

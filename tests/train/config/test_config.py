@@ -189,7 +189,7 @@ def test_a_configuration_survives_its_document(tmp_path: Path) -> None:
 
 def test_checking_a_configuration_needs_no_torch() -> None:
     code = (
-        "import sys; from penstock.cli.train import read_config; read_config(['seed=2']); "
+        "import sys; from penstock.cli.train import load_items; load_items(['seed=2']); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=500)

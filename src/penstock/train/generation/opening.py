@@ -16,7 +16,7 @@ from penstock.checkpoint.disk.arrays import read_arrays
 from penstock.checkpoint.disk.manifest import read_manifest
 from penstock.errors import UsageError
 from penstock.files.adapters import ADAPTER, is_adapter, name_without_adapter, scale_of
-from penstock.train.config.read import checked
+from penstock.train.config.read import checked, read_config
 from penstock.train.config.settings import GPTOptions, TrainConfig
 from penstock.train.config.source import HUGGINGFACE
 from penstock.train.generation.codec import Codec, codec_of
@@ -31,7 +31,7 @@ def saved_config(checkpoint: Path) -> TrainConfig:
     document: Any = read_manifest(checkpoint).config
     if not isinstance(document, dict) or "model" not in document:
         raise UsageError(f"{checkpoint} was not saved by penstock train: it has no configuration in it")
-    return checked(TrainConfig, document, str(checkpoint))
+    return read_config(document, str(checkpoint))
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ def build_huggingface(config: TrainConfig) -> nn.Module:
     """
     shape = configuration_of(config)
     shape.use_cache = False
+    if "/" in str(kernel := getattr(shape, "_attn_implementation", None)):  # a repository, which is downloaded and run
+        raise UsageError(f"model.source: the attention {kernel!r} is not of transformers: {NO_FOLDER_CODE}")
     folder = folder_of(config)
     if not is_pretrained(config):
         return _of_shape(config, shape)
@@ -114,8 +116,8 @@ def tensor_plan_of(config: TrainConfig, model: nn.Module) -> Any:
 
 def configuration_of(config: TrainConfig) -> Any:
     name, options = config.model.source.removeprefix(HUGGINGFACE), config.model.options
-    if "trust_remote_code" in options:
-        raise UsageError(f"model.options.trust_remote_code is not for configurations: {NO_FOLDER_CODE}")
+    for remote in {"trust_remote_code", "allow_all_kernels"} & set(options):
+        raise UsageError(f"model.options.{remote} is not for configurations: {NO_FOLDER_CODE}")
     try:
         from transformers import CONFIG_MAPPING, AutoConfig  # optional, and slow to load
     except ImportError:

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import json
 import math
-import tomllib
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from penstock.errors import UsageError
+from penstock.errors import FileError, UsageError
+from penstock.reading import parse_toml, read_json, read_toml
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import distrust
 
@@ -84,16 +84,9 @@ def _read(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise UsageError(f"{path} is a folder; give the configuration's file, such as {path / 'config.json'}")
     try:
-        text = path.read_text(encoding="utf-8")
+        return dict(read_json(path)) if path.suffix == ".json" else read_toml(path)
     except FileNotFoundError:
         raise UsageError(f"there is no configuration {path}; examples/train/gpt.toml is one to start from") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text: {error}") from None
-    try:
-        document = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise UsageError(f"{path}: {error}") from None
-    return document
 
 
 def override(document: dict[str, Any], given: str) -> None:
@@ -112,8 +105,8 @@ def override(document: dict[str, Any], given: str) -> None:
 
 def _toml(text: str) -> Any:
     try:
-        found = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        found = parse_toml(f"value = {text}", text)
+    except FileError:
         return text
     return found["value"] if list(found) == ["value"] else text
 

@@ -29,7 +29,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from penstock.checkpoint.disk.plain_files import open_plain
+from penstock.reading import open_plain
 from penstock.train.config.consistent import processes_of
 from penstock.train.config.elastic import describe_layouts, elastic_layouts
 from penstock.train.config.settings import TrainConfig

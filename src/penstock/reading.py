@@ -19,8 +19,13 @@ from typing import Any
 from penstock.errors import FileError
 
 MOST_BYTES = 16 * 2**20  # of a file that is read whole, unless its reader states another number
+MOST_SETTINGS = 2**28  # bytes of a tokenizer, or of what else lies beside weights
 MOST_TOML = 2**20  # bytes; configurations have a few thousand
 DEEPEST = 128  # lists and objects within each other
+NONSENSE = (  # what libraries raise that make something of what a file says
+    *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, NotImplementedError),
+    *(OSError, ImportError, RecursionError),
+)
 KINDS = {dict: "an object", list: "a list", str: "a text", type(None): "nothing"}
 
 
@@ -101,6 +106,20 @@ def _bounded(found: Any, origin: object) -> Any:
         if not level:
             return found
     raise FileError(origin, f"it nests more than {DEEPEST} deep")
+
+
+def check_folder(folder: str | PathLike[str]) -> None:
+    """Refuse a folder with anything for which a library that reads all of it would wait, or fill the memory."""
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        try:
+            status = entry.stat()
+        except FileNotFoundError:  # of a link that leads nowhere
+            continue
+        if not stat.S_ISDIR(status.st_mode):
+            if not stat.S_ISREG(status.st_mode):
+                raise FileError(entry.path, "it is not a plain file; remove it")
+            if status.st_size > MOST_SETTINGS and entry.name.endswith((".json", ".txt", ".jinja", ".model")):
+                raise FileError(entry.path, f"it has {status.st_size:,} bytes; at most {MOST_SETTINGS:,} are read")
 
 
 def plain_path(path: str | PathLike[str]) -> Path:

@@ -104,7 +104,7 @@ def _line(path: Path, text: str) -> dict[str, Any]:
 
 
 def _memory_rows(path: Path) -> list[dict[str, Any]]:
-    rows = read_json(path, list)
+    rows: list[dict[str, Any]] = read_json(path, list)
     if not all(isinstance(row, dict) and {*KINDS, "process"} <= set(row) for row in rows):
         raise _damaged(path, f"it does not list {', '.join(KINDS)} and process for each process")
     return rows

@@ -153,7 +153,7 @@ def _score(value: Any) -> float | None:
 
 def read_index(path: Path) -> dict[str, Any]:
     """The index of a checkpoint whose files have been verified."""
-    document = _json(path / INDEX, f"{path} has no index")
+    document: dict[str, Any] = _json(path / INDEX, f"{path} has no index")
     if not isinstance(document.get("tensors"), dict):
         raise CheckpointError(f"{path / INDEX} is not the index of a Penstock checkpoint", path=path)
     return document

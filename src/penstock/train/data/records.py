@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import UsageError
-from penstock.reading import open_plain, parse_json
+from penstock.reading import NONSENSE, check_folder, open_plain, parse_json
 from penstock.train.config.source import call_source, is_function
 from penstock.train.data.paths import JSON_LINES, find_paths
 
@@ -140,9 +140,11 @@ class Arrow:
             raise UsageError(
                 f"data.source: {path} holds the splits {', '.join(splits)}; name one, such as {path / splits[0]}"
             )
+        if path.is_dir():
+            check_folder(path)
         try:
             self._rows = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
-        except (OSError, ValueError) as error:
+        except NONSENSE as error:
             raise UsageError(f"data.source: {path} cannot be read: {error}") from None
 
     def read(self, begin: int) -> Iterator[Record]:

@@ -217,3 +217,16 @@ def test_no_process_runs_what_lies_in_the_working_folder(
     )
     assert done.returncode == 0, done.stderr
     assert not (folder / "mark").exists()
+
+
+def test_a_run_whose_folder_is_deleted_does_not_end_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trained on, wrote its figures to a file without a name, and ended with exit code 0."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("text.txt").write_text("some words to learn, " * 200)
+    Path("deleter.py").write_text(
+        "import shutil\n\ndef seen(figures):\n    if figures['step'] == 2:\n        shutil.rmtree('out')\n"
+    )
+    settings = [*TINY, "training.steps=6", OWN, "output=out", "pipeline.workers=threads", "evaluation.every=0"]
+    result = run("train", *settings, "logging.callback=deleter:seen")
+    assert (result.exit_code, "metrics.jsonl was removed" in result.stderr) == (2, True), result.output

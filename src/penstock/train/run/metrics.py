@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.disk.plain_files import create
-from penstock.errors import FileError
+from penstock.errors import FileError, UsageError
 from penstock.reading import parse_json, read_text
 from penstock.rules import is_count
 from penstock.train.run.outlets import Outlet
@@ -45,8 +45,21 @@ class Metrics:
         line = {"step": step, **{name: _plain(value) for name, value in figures.items()}}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
+        self.check()
         for outlet in self._outlets:
             outlet.write(step, figures)
+
+    def check(self) -> None:
+        """Raise UsageError where the file is not at its place any more: what is written goes nowhere."""
+        try:
+            is_there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise UsageError(
+                f"{self.path} was removed, moved or replaced while the run wrote to it, perhaps with the run's folder; "
+                f"put it back and add --resume, or start over"
+            )
 
     def close(self) -> None:
         self._file.close()

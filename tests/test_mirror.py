@@ -60,7 +60,6 @@ train/models/gpt.py
 train/resume.py
 train/run/account.py
 train/run/baseline.py
-train/run/metrics.py
 train/run/progress.py
 train/run/reporter.py
 train/run/run_page.py

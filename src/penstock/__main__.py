@@ -1,6 +1,10 @@
 """`python -m penstock`, which is also what torchrun starts: `torchrun ... -m penstock train CONFIG`."""
 
 import os
+import sys
+
+if sys.path[:1] == [os.getcwd()]:  # `python -m` searches the working folder first, where anybody's json.py may lie
+    del sys.path[0]
 
 from penstock.train.launch.parent import die_with_parent
 

@@ -4,6 +4,7 @@
 
     PenstockError
     ├── UsageError          a wrong argument: what was given, what would work (ValueError)
+    │   └── FileError       a file that is not what it must be: which, and what is wrong with it (OSError)
     ├── ScheduleError       a schedule that is malformed or cannot run; `.faults` lists all of it
     │   └── NotationError   text that is not an action, with row and column (both ValueError)
     ├── ModelError          a model, split or batch that the pipeline cannot take (ValueError)
@@ -23,6 +24,7 @@ and never hides a defect of the user's model: an error of user code reaches ever
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +43,25 @@ class FallbackWarning(UserWarning):
 
 class UsageError(PenstockError, ValueError):
     """An argument that cannot work. The message names it, and one that would."""
+
+
+class FileError(UsageError, OSError):
+    """A file that is not what it must be.
+
+    Args:
+        filename: Which file, or where a text is from.
+        why: What is wrong with it; this is its `strerror`.
+    """
+
+    def __init__(self, filename: object, why: str) -> None:
+        super().__init__(str(filename), why)
+        self.errno, self.filename, self.strerror = errno.EINVAL, str(filename), why
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.filename, self.strerror)
 
 
 class CycleMember(NamedTuple):

@@ -32,6 +32,7 @@ from penstock.cli.schedules.verify import verify
 from penstock.cli.schedules.view import view
 from penstock.cli.schedules.whatif import whatif
 from penstock.cli.train import train
+from penstock.train.config.source import search_no_working_folder
 
 __all__ = ["app", "main"]
 
@@ -111,4 +112,6 @@ def _entry(
 
 
 def main() -> None:
+    """Run the command; see also `penstock.__main__`."""
+    search_no_working_folder()
     app()

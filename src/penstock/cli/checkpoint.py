@@ -5,7 +5,6 @@ Listing and verifying read text and bytes, so they answer without torch; what lo
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from penstock.checkpoint.disk.manifest import Manifest, best_of, checkpoints_at,
 from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson
 from penstock.errors import CheckpointError, UsageError
+from penstock.reading import read_json
 from penstock.view.figures import bytes_text, table
 
 checkpoint = typer.Typer(
@@ -165,8 +165,8 @@ def export(
 def _auto_class(folder: Path) -> str:
     """The class of transformers that loads the model with what its configuration names, such as a language model."""
     try:
-        named = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
-    except (OSError, json.JSONDecodeError):
+        named = read_json(folder / "config.json").get("architectures")
+    except OSError:
         return "AutoModel"
     causal = any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in named or ())
     return "AutoModelForCausalLM" if causal else "AutoModel"

@@ -11,7 +11,8 @@ import typer
 from penstock.checkpoint.disk.manifest import BEST, find_checkpoint
 from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson, count
-from penstock.cli.train import Items, read_config
+from penstock.cli.train import Items, Trust, load_items
+from penstock.train.config.source import require_trust
 
 Checkpoint = Annotated[
     str | None,
@@ -33,10 +34,12 @@ def evaluate(
     checkpoint: Checkpoint = None,
     batches: Batches = 20,
     averages: Averages = True,
+    trust: Trust = False,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a checkpoint: its mean loss on the validation data of a configuration, in this process."""
-    config, _ = read_config(items)
+    config, _ = load_items(items, trust=trust or None)
+    require_trust(config, "evaluating")
     with working("evaluating"):
         from penstock.train.evaluate import evaluate_checkpoint  # loads torch
 

@@ -12,6 +12,7 @@ from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson, whole
 from penstock.errors import UsageError
 from penstock.train.launch.environment import prepare_environment
+from penstock.view.figures import visible
 
 Place = Annotated[
     str,
@@ -78,7 +79,7 @@ def generate(
     if len(begins) == 1 and not as_json:
         unsaid = "" if questions else begins[0]  # until the first token is there: what is refused says nothing else
         for _, text in pieces:
-            sys.stdout.write(unsaid + text)
+            sys.stdout.write(visible(unsaid + text) if sys.stdout.isatty() else unsaid + text)
             sys.stdout.flush()
             unsaid = ""
         write("")

@@ -16,16 +16,17 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn, TextIO, get_type_hints
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-from penstock.errors import CheckpointError, Fault, PenstockError, ScheduleError, UsageError
-from penstock.view.figures import counted
+from penstock.errors import CheckpointError, Fault, PenstockError, RunError, ScheduleError, UsageError
+from penstock.view.figures import counted, visible
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
@@ -33,6 +34,7 @@ def write(text: str, stream: TextIO | None = None) -> None:
     name = "stderr" if stream is sys.stderr else "stdout"
     stream = stream or sys.stdout
     try:
+        text = visible(text, colours="\x1b[" in text and stream is sys.stdout and paints())
         try:
             stream.write(text + "\n")
         except UnicodeEncodeError:  # a file's name or cell, on a terminal that has no such letter
@@ -118,7 +120,8 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
         except OverflowError:
             refuse("the numbers are too large to be added up; give costs in a larger unit")
         except MemoryError:
-            refuse("the schedule does not fit into this machine's memory; try fewer ranks or microbatches")
+            fewer = "; try fewer ranks or microbatches" if {"source", "sources"} & set(options) else ""
+            refuse(f"penstock {command.__name__.strip('_')} needs more memory than this machine has{fewer}")
 
     run.__signature__ = _signature(command, hints, groups)  # type: ignore[attr-defined]
     return run
@@ -164,9 +167,16 @@ def rendered(what: Any, width: int, **print_options: Any) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-def working(what: str) -> Any:
-    """A spinner on stderr while `what` is done; only a terminal sees it."""
-    return Console(stderr=True).status(what)
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Show a spinner on stderr while `what` is done, to terminals only; an error for want of memory names the work."""
+    with Console(stderr=True).status(Text(visible(what))):
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # the latter is torch's
+                raise RunError(f"{what} needs more memory than this machine has") from error
+            raise
 
 
 def fold(text: str, width: int | None) -> str:

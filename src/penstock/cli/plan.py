@@ -9,9 +9,9 @@ import typer
 
 from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson, whole
-from penstock.cli.train import read_config
+from penstock.cli.train import Trust, load_items
 from penstock.errors import UsageError
-from penstock.train.config.source import functions_in
+from penstock.train.config.source import require_trust
 from penstock.view.figures import counted
 
 _OF_PIPELINE = ("ranks", "stages", "microbatches", "schedule", "recompute", "balance", "split_at")
@@ -51,7 +51,6 @@ Save = Annotated[
 Number = Annotated[
     int, typer.Option("--number", parser=whole(1), metavar="N", help="With --save: another plan than the best.")
 ]
-Trust = Annotated[bool, typer.Option("--trust", help="Import the functions that the configuration names.")]
 
 
 @guarded
@@ -77,7 +76,7 @@ def plan(
     if check is not None:
         if items or here or number != 1 or any(each is not None for each in (source, save, batch, sequence, devices)):
             raise UsageError("--check compares a run with its own prediction; give it --cluster at most")
-        _check(check, cluster, as_json)
+        _check(check, cluster, trust, as_json)
         return
     if not here and cluster is None and source is None:
         raise UsageError("say what to plan for: --cluster FILE, --here for this machine, or --from RUN")
@@ -96,7 +95,7 @@ def plan(
         from penstock.planner.plan import plan as make_plans  # loads torch
         from penstock.planner.text import plans_document, plans_text
 
-        plans = make_plans(config, cluster, batch=batch, sequence=sequence, run=source, devices=devices)
+        plans = make_plans(config, cluster, batch=batch, sequence=sequence, run=source, devices=devices, trust=trust)
     document = plans_document(plans)
     if save is not None and plans.ranked:
         document["saved"] = _save(plans, save, number)
@@ -121,11 +120,8 @@ def _config(items: list[str] | None, trust: bool) -> Any:
             f"{', '.join(chosen)}: that is what a plan chooses; leave it out, save a plan and change it there, or call "
             f"penstock.plan(layout=, schedules=, recompute=) from Python"
         )
-    config, _ = read_config(given, consistent=False)
-    named = functions_in(config)
-    if named and not trust:
-        listed = ", ".join(f"{key} = {text!r}" for key, text in named.items())
-        raise UsageError(f"planning would import and call {listed}; read them, then add --trust")
+    config, _ = load_items(given, consistent=False, trust=trust)
+    require_trust(config, "planning")
     return config
 
 
@@ -137,11 +133,11 @@ def _save(plans: Any, path: Path, number: int) -> str:
     return str(write_plan(plans.ranked[number - 1], path))
 
 
-def _check(run: str, cluster: Path | None, as_json: bool) -> None:
+def _check(run: str, cluster: Path | None, trust: bool, as_json: bool) -> None:
     with working("planning"):
         from penstock.planner.comparison import compare_run, comparison_document, comparison_text  # loads torch
 
-        found = compare_run(run, cluster)
+        found = compare_run(run, cluster, trust=trust)
     if as_json:
         write_json(comparison_document(found))
     else:

@@ -84,7 +84,11 @@ def started(
     before = {number: signal.signal(number, leave) for number in asking()}
     try:
         with subprocess.Popen(
-            command, env=_same_penstock(environment), stdin=subprocess.DEVNULL, process_group=0, **streams
+            command,
+            env=_environment(Path(command[1]).parent, environment),
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+            **streams,
         ) as program:
             try:
                 yield program
@@ -95,13 +99,15 @@ def started(
             signal.signal(number, handler)
 
 
-def _same_penstock(environment: Mapping[str, str]) -> dict[str, str]:
-    """The program imports the package that runs here, also where this one was found by other means than it would be."""
+def _environment(folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment in which a program finds what lies beside it, and the package that runs here.
+
+    This one may have been found by other means than the program would find it by; and the command keeps Python from
+    looking into folders by itself.
+    """
     home = str(PACKAGE.parent)
-    if home == sysconfig.get_path("purelib"):
-        return dict(environment)
-    paths = [home, *filter(None, [environment.get("PYTHONPATH")])]
-    return {**environment, "PYTHONPATH": os.pathsep.join(paths)}
+    paths = [str(folder), "" if home == sysconfig.get_path("purelib") else home, environment.get("PYTHONPATH", "")]
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _end(program: subprocess.Popen[Any]) -> None:

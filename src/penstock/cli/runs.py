@@ -6,14 +6,13 @@ of a training run says more about its steps, in `recorded.json`.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 from penstock.cli.source import naming
 from penstock.errors import Fault, PenstockError, ScheduleError, UsageError
+from penstock.reading import read_json
 from penstock.schedule import Timeline
-from penstock.schedule.files.reading import read_file
 from penstock.schedule.files.timeline_json import is_timeline, load
 from penstock.view.recorded import Recorded, RecordedSteps, cores_note, run_notes
 
@@ -66,7 +65,7 @@ def _alone(source: str, path: Path, folder: Path | None = None) -> ShownRun:
     noted = None if folder is None else folder / NOTED
     if noted is not None and noted.is_file():
         try:
-            document = json.loads(read_file(noted))
+            document = read_json(noted)
             steps = RecordedSteps.read(document)
             return ShownRun(timeline, run_notes(document, steps), steps)
         except (PenstockError, ValueError, KeyError, TypeError, AttributeError):

@@ -18,7 +18,7 @@ from penstock.train.config.elastic import describe_layouts
 from penstock.train.config.paths import check_paths
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import TrainConfig
-from penstock.train.config.source import functions_in
+from penstock.train.config.source import functions_in, is_trusted, require_trust
 from penstock.train.launch.entry import Job
 from penstock.train.launch.environment import prepare_environment, start_fork_server
 from penstock.train.launch.parent import die_with_parent
@@ -35,7 +35,8 @@ Items = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the stages, the schedule and predictions, and stop.")]
 Trust = Annotated[
-    bool, typer.Option("--trust", help="Let --dry-run import the functions that the configuration names.")
+    bool,
+    typer.Option("--trust", help="Import the functions that a configuration names which you may not have written."),
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint of the run in `output`.")]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Remove the run that is in `output`, and start over.")]
@@ -43,13 +44,20 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Remove the run that is in 
 Verbose = Annotated[bool, typer.Option("--verbose", help="Also show how the same run starts on several hosts.")]
 
 
-def read_config(items: list[str] | None, consistent: bool = True) -> tuple[TrainConfig, Path | None]:
-    """The configuration that the arguments mean, checked; and its file."""
+def load_items(
+    items: list[str] | None, *, consistent: bool = True, trust: bool | None = None
+) -> tuple[TrainConfig, Path | None]:
+    """Return the configuration that the arguments mean, checked; and its file.
+
+    Where `trust` is None, a TOML file and the command line are the user's own; JSON is what runs write, and may be of
+    anybody's run.
+    """
     files = [item for item in items or () if "=" not in item]
     if len(files) > 1:
         raise UsageError(f"{files[0]} and {files[1]} are two configurations; give one, and settings as key.sub=value")
     path = Path(files[0]) if files else None
-    config = load_config(path, [item for item in items or () if "=" in item])
+    trust = path is None or path.suffix != ".json" if trust is None else trust
+    config = load_config(path, [item for item in items or () if "=" in item], trust=trust)
     if consistent:
         check_consistent(config, "the configuration" if path is None else str(path))
     return config, path
@@ -72,18 +80,20 @@ def train(
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()  # torchrun's agent, which may go while torch is being loaded
     prepare_environment()
-    config, path = read_config(items)
+    config, path = load_items(items, trust=trust if trust or dry_run else None)
     if resume and fresh:
         raise UsageError("--resume continues the run, --fresh removes it; give one of them")
     if not dry_run:
+        require_trust(config, "training")
         check_paths(config, "the configuration" if path is None else str(path))
-    raise typer.Exit(_dry_run(config, trust) if dry_run else _train(config, items or [], resume, fresh, verbose))
+    raise typer.Exit(_dry_run(config) if dry_run else _train(config, items or [], resume, fresh, verbose))
 
 
-def _dry_run(config: TrainConfig, trust: bool) -> int:
-    named = functions_in(config)
-    if named and not trust:  # a look at somebody else's configuration must not run their code
-        lines = [f"  {key} = {text!r}, of the working folder or installed" for key, text in named.items()]
+def _dry_run(config: TrainConfig) -> int:
+    if not is_trusted(config):  # a look at somebody else's configuration must not run their code
+        lines = [
+            f"  {key} = {text!r}, of the working folder or installed" for key, text in functions_in(config).items()
+        ]
         write(
             "\n".join(["the configuration names Python functions, which training it would import and call:", *lines])
             + "\nread them, then --dry-run --trust builds and measures the model"

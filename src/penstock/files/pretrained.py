@@ -8,7 +8,6 @@ needs is its own tensors plus one piece.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import zlib
@@ -21,12 +20,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from penstock.errors import UsageError
+from penstock.errors import FileError, UsageError
 from penstock.files.adapters import is_adapter, name_without_adapter
 from penstock.files.conversions import Conversion, convert_names
 from penstock.files.tensors import TYPES
 from penstock.files.weights import INDEX, WEIGHTS, no_weights
+from penstock.reading import open_plain, plain_path, read_json
 
+MOST_INDEX = 2**28  # bytes; of a million tensors it has half of that
 PIECE = 4 * 2**20  # bytes of a tensor that are in memory beside the tensor itself
 ENDS = 2**20  # bytes of a file's beginning and end that tell it from others
 SHOWN = 8  # names in an error
@@ -145,7 +146,7 @@ class PretrainedFolder:
         """What tells these weights from others: of every file its size, its beginning and its end."""
         mark = 0
         for name in self._files():
-            with open(self.folder / name, "rb") as file:
+            with open(open_plain(self.folder / name), "rb") as file:
                 for begin in (0, max(0, os.fstat(file.fileno()).st_size - ENDS)):
                     file.seek(begin)
                     mark = zlib.crc32(file.read(ENDS) + str(begin).encode(), mark)
@@ -164,8 +165,8 @@ class PretrainedFolder:
         if not (self.folder / INDEX).is_file():
             raise UsageError(no_weights(self.folder))
         try:
-            named = set(json.loads((self.folder / INDEX).read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            named = set(read_json(self.folder / INDEX, most=MOST_INDEX)["weight_map"].values())
+        except (KeyError, AttributeError, TypeError) as error:
             raise UsageError(f"{self.folder / INDEX} is no index of weights: {error!r}") from error
         odd = [name for name in named if not isinstance(name, str) or Path(name).name != name]
         if odd:
@@ -174,7 +175,9 @@ class PretrainedFolder:
 
     def _open(self, file: str) -> Any:
         try:
-            return safe_open(self.folder / file, framework="pt")
+            return safe_open(plain_path(self.folder / file), framework="pt")
+        except FileError:
+            raise
         except (SafetensorError, OSError) as error:
             path = self.folder / file
             if not path.is_file():

@@ -5,14 +5,12 @@ Everything else of a cluster is stated (peak, memory, links), so a run on a few 
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.disk.plain_files import read_plain
 from penstock.errors import ScheduleError, UsageError
 from penstock.planner.candidates import PlanCandidate
 from penstock.planner.cluster import Cluster, Device
@@ -20,15 +18,17 @@ from penstock.planner.here import available_memory
 from penstock.planner.layout import MeshLayout
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
+from penstock.reading import parse_json, read_json, read_text
 from penstock.rules import is_float
 from penstock.schedule import Schedule, Timeline, family
 from penstock.schedule.builders import is_auto
 from penstock.train.config.consistent import is_schedule_file, processes_of, stages_of
-from penstock.train.config.read import checked
+from penstock.train.config.read import read_config
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.account import optimizer_states
 from penstock.train.run.flops import peak_flops
 from penstock.train.run.memory import KINDS
+from penstock.train.run.metrics import MOST_METRICS
 from penstock.train.run.run_folder import RunFolder
 
 STEPS = 60  # how often the range of efficiencies is halved
@@ -60,13 +60,13 @@ class RecordedRun:
         return candidate.seconds + (self.config.training.accumulate - 1) * candidate.priced[0]
 
 
-def read_run(path: str | Path) -> RecordedRun:
+def read_run(path: str | Path, *, trust: bool = False) -> RecordedRun:
     """Read the folder of a run that `penstock train` has made."""
     root = Path(path)
     folder = RunFolder(root)
     try:
-        config = checked(TrainConfig, _json(root / "config.json"), str(root / "config.json"))
-        lines = [_line(folder.metrics, line) for line in read_plain(folder.metrics).splitlines()]
+        config = read_config(read_json(root / "config.json"), str(root / "config.json"), trust=trust)
+        lines = [_line(folder.metrics, line) for line in read_text(folder.metrics, MOST_METRICS).splitlines()]
         memory = _memory_rows(folder.memory) if folder.memory.is_file() else []
         cut = folder.cut()
         timeline = Timeline.load(folder.timeline) if folder.timeline.is_file() else None
@@ -94,19 +94,9 @@ def _damaged(path: Path, why: object) -> UsageError:
     return UsageError(f"{path} is damaged: {why}; it has to be as penstock train wrote it")
 
 
-def _json(path: Path, text: bytes | str | None = None) -> Any:
-    """What a file holds, or one of its lines."""
-    try:
-        return json.loads(read_plain(path) if text is None else text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise _damaged(path, error) from None
-
-
-def _line(path: Path, text: bytes | str) -> dict[str, Any]:
+def _line(path: Path, text: str) -> dict[str, Any]:
     """The figures of one step."""
-    line = _json(path, text)
-    if not isinstance(line, dict):
-        raise _damaged(path, f"a step is {line!r}")
+    line: dict[str, Any] = parse_json(text, path, dict)
     for name in ("seconds", "mfu"):
         if line.get(name) is not None and not (is_float(line[name]) and 0 < line[name] < inf):
             raise _damaged(path, f"a step has {line[name]!r} for its {name}")
@@ -114,8 +104,8 @@ def _line(path: Path, text: bytes | str) -> dict[str, Any]:
 
 
 def _memory_rows(path: Path) -> list[dict[str, Any]]:
-    rows = _json(path)
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and {*KINDS, "process"} <= set(row) for row in rows):
+    rows: list[dict[str, Any]] = read_json(path, list)
+    if not all(isinstance(row, dict) and {*KINDS, "process"} <= set(row) for row in rows):
         raise _damaged(path, f"it does not list {', '.join(KINDS)} and process for each process")
     return rows
 

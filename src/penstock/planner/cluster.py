@@ -5,12 +5,12 @@ A cluster is a TOML file, or is measured (`here`). Bandwidths are those that pro
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from penstock.errors import UsageError
+from penstock.reading import read_toml
 from penstock.train.config.read import checked
 from penstock.train.config.settings import key
 
@@ -98,11 +98,9 @@ class Cluster:
     def load(cls, path: str | Path) -> Cluster:
         """Read a cluster from a TOML file."""
         try:
-            document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            document = read_toml(path)
         except FileNotFoundError:
             raise UsageError(f"there is no cluster {path}; examples/clusters/ has some to start from") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise UsageError(f"{path}: {error}") from None
         found = checked(cls, document, str(path))
         if found.device.reserved >= found.room:
             raise UsageError(

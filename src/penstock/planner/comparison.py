@@ -41,12 +41,12 @@ class Comparison:
         }
 
 
-def compare_run(path: str | Path, cluster: Cluster | str | Path | None = None) -> Comparison:
+def compare_run(path: str | Path, cluster: Cluster | str | Path | None = None, *, trust: bool = False) -> Comparison:
     """Compare a run with its prediction, and plan again with what it has shown.
 
     The prediction is what the stated cluster says of the run; without one, what was saved with its plan.
     """
-    run, known = read_run(path), stated_cluster(cluster)
+    run, known = read_run(path, trust=trust), stated_cluster(cluster)
     profile = profile_config(run.config, PENSTOCK if known is None else known.software)
     calibrated = from_run(run, profile, known)
     before = known or calibrated

@@ -34,6 +34,7 @@ from penstock.planner.layout import MeshLayout
 from penstock.planner.price import Pricing, StageCosts
 from penstock.planner.profile import Profile
 from penstock.planner.writing import run_config
+from penstock.reading import read_json
 from penstock.schedule import Costs, simulate
 from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.settings import TrainConfig
@@ -187,7 +188,7 @@ def measure(
             for process in running.processes:
                 process.terminate()  # nothing where it has ended
                 process.join()
-        found, peak = json.loads((path / "measured.json").read_text())
+        found, peak = read_json(path / "measured.json", list)
     costs = [MeasuredCosts(Costs(**each["costs"]), each["around"], each["spread"]) for each in found]
     return dict(zip((setting.key for setting in settings), costs, strict=True)), peak
 

@@ -23,7 +23,7 @@ from penstock.planner.profile import PENSTOCK
 from penstock.planner.ranking import SearchSpace, candidates, layouts_of, rank_plans
 from penstock.rules import check_count
 from penstock.schedule import family
-from penstock.train.config.read import checked, load_config
+from penstock.train.config.read import load_config, read_config
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.account import optimizer_states
 
@@ -46,6 +46,7 @@ def plan(
     recompute: bool | None = None,
     run: str | Path | None = None,
     devices: int | None = None,
+    trust: bool = False,
 ) -> Plans:
     """Find out how a model is best laid out on a cluster: enumerate, leave out what does not fit, price the rest.
 
@@ -69,13 +70,14 @@ def plan(
         recompute: Whether forwards run again in the backward. By default, where that is needed or faster.
         run: The folder of a recorded run that calibrates the cluster's efficiency.
         devices: Without a cluster: how many processes to plan for. By default, one per core.
+        trust: Whether the functions that a configuration's file, or the `run`, names are imported and called.
 
     Returns:
         The plans, the fastest first; `plans.best` is one for `Pipeline(plan=...)`.
     """
     is_named = isinstance(model, (str, Path, TrainConfig)) or not callable(model)
     if is_named:
-        config = config_for(model, batch, sequence, precision, optimizer, options)
+        config = config_for(model, batch, sequence, precision, optimizer, options, trust=trust)
         if example is not None:
             raise UsageError("example= shows the inputs of a module or a function; a configuration has its own data")
     else:
@@ -93,7 +95,7 @@ def plan(
     among = None if layout is None else [layout]
     if cluster is None and run is None:
         return _plan_here(config, space, among, devices)
-    recorded = None if run is None else read_run(run)
+    recorded = None if run is None else read_run(run, trust=trust)
     known = stated_cluster(cluster)
     if recorded is not None:
         software = PENSTOCK if known is None else known.software
@@ -134,12 +136,14 @@ def config_for(
     precision: str | None = None,
     optimizer: str | None = None,
     options: dict[str, Any] | None = None,
+    *,
+    trust: bool = False,
 ) -> TrainConfig:
-    """The configuration that a call means."""
+    """Return the configuration that a call means."""
     if isinstance(model, TrainConfig):
         config = model
     elif isinstance(model, Path) or str(model).endswith((".toml", ".json")):
-        config = load_config(model)
+        config = load_config(model, trust=trust)
     elif isinstance(model, str) and (model == "gpt" or ":" in model):
         config = replace(TrainConfig(), model=replace(TrainConfig().model, source=model))
     else:
@@ -159,7 +163,7 @@ def config_for(
     document = {
         table: {key: value for key, value in keys.items() if value is not None} for table, keys in changes.items()
     }
-    checked(TrainConfig, {table: keys for table, keys in document.items() if keys}, "plan()")
+    read_config({table: keys for table, keys in document.items() if keys}, "plan()")
     return replace(config, **{table: replace(getattr(config, table), **keys) for table, keys in document.items()})
 
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.checkpointer import Checkpointer
-from penstock.checkpoint.disk.plain_files import read_plain
 from penstock.checkpoint.load.loading import Loaded
 from penstock.checkpoint.processes import Processes
 from penstock.errors import CheckpointError, UsageError
+from penstock.reading import read_json
 from penstock.train.config.read import changes, to_document
 from penstock.train.config.settings import TrainConfig
 from penstock.train.models.huggingface import check_base
@@ -70,8 +69,8 @@ def _load(given: TrainConfig, state: RunState, checkpointer: Checkpointer) -> Lo
 def changed_since(folder: RunFolder, config: TrainConfig) -> list[str]:
     """The keys that decide what a checkpoint holds, and that are not as they were when the run was last started."""
     try:
-        before = json.loads(read_plain(folder.root / "config.json"))
-    except (OSError, json.JSONDecodeError):
+        before = read_json(folder.root / "config.json")
+    except OSError:
         return []
     return _changed(before, config, HELD)
 

@@ -138,6 +138,8 @@ def train_as(job: Job, config: TrainConfig, stop: Stop, began: float, *, process
     trainer.go_on(resumed.extra)
     try:
         ending = trainer.run(start, stop)
+        if metrics is not None:
+            metrics.check()
     except Exception:
         with suppress(PenstockError):  # a save that is under way is seen through, unless a peer is lost
             checkpointer.close()

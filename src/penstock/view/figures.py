@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -138,3 +139,16 @@ def time_text(value: float, unit: str) -> str:
         if abs(value) >= ROUNDED * size:
             return f"{number(value / size)} {name}"
     return f"{number(value / 1e-6)} us" if value else "0 s"
+
+
+# What a terminal obeys instead of showing it: control characters, and those that turn the direction of text.
+_OBEYED = re.compile(r"(\x1b\[[0-9;]*m)|[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def visible(text: str, *, colours: bool = False) -> str:
+    """Return a text in which a terminal finds nothing to obey; with `colours`, but for these."""
+
+    def shown(found: re.Match[str]) -> str:
+        return found[0] if colours and found[1] else found[0].encode("unicode_escape").decode()
+
+    return _OBEYED.sub(shown, text)

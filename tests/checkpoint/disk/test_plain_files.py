@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from checkpoint.saved_files import PRECIOUS, fifo, link
 
-from penstock.checkpoint.disk.plain_files import create, open_plain, read_plain
+from penstock.checkpoint.disk.plain_files import create
 from penstock.errors import UsageError
+from penstock.reading import open_plain, read_text
 from penstock.train.config.read import load_config
 from penstock.train.launch.launch import APPEND
 from penstock.train.launch.rank_notes import read_note
@@ -61,7 +62,7 @@ def test_nothing_that_is_read_waits_for_a_writer_or_fills_the_memory(tmp_path: P
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(OSError, match="at most 16,777,216 are read"):
-        read_plain(tmp_path / "huge")
+        read_text(tmp_path / "huge")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")

@@ -7,8 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +93,73 @@ def test_a_port_that_is_taken_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert f"port {port} cannot be had" in call(f"studio --port {port}", 2).stderr
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    """Serve a page of 2 MB to clients that have a second."""
+    code = "from penstock.cli.schedules import studio; studio.LONGEST = 1.0; studio.serve('page ' * 400_000, 0)"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stdout is not None
+        found = re.search(r":(\d+)/", server.stdout.readline())
+        assert found is not None
+        yield int(found[1])
+        server.send_signal(signal.SIGINT)
+        _, errors = server.communicate(timeout=30)
+        assert (server.returncode, errors) == (0, ""), "a client made it write a traceback"
+
+
+def ask(port: int, request: bytes) -> bytes:
+    """Return all that the server sends, until it closes the connection."""
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
+        client.sendall(request)
+        answer = b""
+        with suppress(ConnectionError):
+            while piece := client.recv(1 << 16):
+                answer += piece
+        return answer
+
+
+def test_it_answers_to_its_own_name_only(port: int) -> None:
+    """A web page of somebody's, whose host name then means 127.0.0.1, could read what is served here."""
+    good = f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode()
+    assert ask(port, good).startswith(b"HTTP/1.0 200 OK")
+    assert ask(port, good.replace(b"127.0.0.1", b"localhost")).startswith(b"HTTP/1.0 200 OK")
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1:{port}\r\nHost: evil.example", ""):
+        assert ask(port, f"GET / HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()).startswith(b"HTTP/1.0 403"), host
+    assert ask(port, b"GET / HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.0 403")
+    assert b"page page" not in ask(port, b"GET /\r\n")
+
+
+def test_headers_without_end_and_other_requests_are_refused(port: int) -> None:
+    assert b" 431 " in ask(port, b"GET / HTTP/1.1\r\n" + b"A: " + b"b" * 70_000 + b"\r\n")
+    assert b" 431 " in ask(port, b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"\r\n")
+    assert b" 501 " in ask(port, b"POST / HTTP/1.1\r\nContent-Length: 100000000000\r\n\r\n")
+    assert b"page page" not in ask(port, b"\x16\x03\x01\x00\xff\r\n\r\n")
+
+
+def test_a_client_that_takes_its_time_is_left(port: int) -> None:
+    """One that sends a byte now and then, and one that never reads, each had a thread for as long as they liked."""
+    silent = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(8)]
+    began = time.monotonic()
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as slow, suppress(ConnectionError):
+        while time.monotonic() - began < 20:
+            slow.sendall(b"G")
+            time.sleep(0.05)
+    assert time.monotonic() - began < 15
+    for client in silent:
+        with client, suppress(ConnectionError):
+            assert client.recv(1) == b""
+
+
+def test_more_clients_than_it_serves_at_a_time_are_turned_away_and_it_recovers(port: int) -> None:
+    clients = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(40)]
+    for client in clients:
+        with client, suppress(ConnectionError):
+            assert client.recv(1) == b""
+    deadline = time.monotonic() + 20
+    while not ask(port, f"GET / HTTP/1.1\r\nHost: localhost:{port}\r\n\r\n".encode()).startswith(b"HTTP/1.0 200 OK"):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

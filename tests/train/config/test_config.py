@@ -116,9 +116,9 @@ def test_all_faults_come_at_once(tmp_path: Path) -> None:
     [
         ("a.toml", "a = [", "a.toml: "),
         ("a.toml", "seed = 1\nseed = 2\n", "a.toml: "),
-        ("a.json", "[1]", "holds a list; a configuration is a table"),
+        ("a.json", "[1]", "it holds a list, and an object is due"),
         ("a.json", "{", "a.json: "),
-        ("a.toml", b"\xff\xfe", "not UTF-8"),
+        ("a.toml", b"\xff\xfe", "not text in UTF-8"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
@@ -189,7 +189,7 @@ def test_a_configuration_survives_its_document(tmp_path: Path) -> None:
 
 def test_checking_a_configuration_needs_no_torch() -> None:
     code = (
-        "import sys; from penstock.cli.train import read_config; read_config(['seed=2']); "
+        "import sys; from penstock.cli.train import load_items; load_items(['seed=2']); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=500)

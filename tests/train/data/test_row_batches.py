@@ -148,8 +148,11 @@ def test_rows_that_do_not_fit(rows: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{oops", "bad.jsonl, line 3 is not valid JSON: Expecting property name enclosed in double quotes at column 2"),
-        ("[1, 2]", "bad.jsonl, line 3 holds a list"),
+        (
+            "{oops",
+            "bad.jsonl, line 3: it is not JSON: Expecting property name enclosed in double quotes",
+        ),
+        ("[1, 2]", "bad.jsonl, line 3: it holds a list"),
         ('{"input_ids": [7]}', "bad.jsonl, line 3 has nothing to learn: 1 tokens"),
         ('{"input_ids": []}', "line 3 has nothing to learn: 0 tokens"),
         ('{"text": "a"}', "bad.jsonl, line 3 has no column 'input_ids'; it has text"),

@@ -103,7 +103,7 @@ def test_the_command_for_several_hosts_has_all_ranks() -> None:
 def test_the_command_of_an_elastic_run_says_which_numbers_of_hosts_will_do() -> None:
     config = load_config(None, ["pipeline.ranks=2", "mesh.replicas=2", "launch.elastic=true"])
     command = torchrun_command(config, [])
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:2 --nproc-per-node=2" in command
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 PYTHONSAFEPATH=1 torchrun --nnodes=1:2 --nproc-per-node=2" in command
     assert "--rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29400" in command
     assert "elastic: 4 (2 ranks x 2 replicas, 2 stages, 8 microbatches), 2 (2 ranks" in command
     fixed = load_config(

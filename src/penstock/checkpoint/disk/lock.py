@@ -14,8 +14,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.checkpoint.disk.plain_files import open_plain
 from penstock.errors import CheckpointError
+from penstock.reading import open_plain
 
 NAME = ".lock"
 PATIENCE = 5.0  # seconds: a run that is being restarted may not be quite gone

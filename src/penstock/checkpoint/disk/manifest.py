@@ -30,15 +30,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.disk.plain_files import read_plain
 from penstock.errors import CheckpointError, UsageError
+from penstock.reading import read_json
 
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 FORMAT = "penstock checkpoint"
 VERSION = 1
 PIECE = 16 * 2**20  # bytes that are read and summed at a time
-LONGEST = 2**30  # bytes of a manifest or an index
+LONGEST = 2**28  # bytes of a manifest or an index
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 BEST = "best"  # in a path: the checkpoint with the lowest score
 FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -105,7 +105,7 @@ def read_manifest(path: Path) -> Manifest:
     """The manifest, if it is one and is whole; the files that it lists are not looked at."""
     file = path / MANIFEST
     document = _json(file, f"{path} is not a checkpoint of Penstock, or is not complete")
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
+    if document.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not the manifest of a Penstock checkpoint", path=path)
     body = {name: value for name, value in document.items() if name != "checksum"}
     if document.get("checksum") != _own_checksum(body):
@@ -153,23 +153,21 @@ def _score(value: Any) -> float | None:
 
 def read_index(path: Path) -> dict[str, Any]:
     """The index of a checkpoint whose files have been verified."""
-    document = _json(path / INDEX, f"{path} has no index")
-    if not isinstance(document, dict) or not isinstance(document.get("tensors"), dict):
+    document: dict[str, Any] = _json(path / INDEX, f"{path} has no index")
+    if not isinstance(document.get("tensors"), dict):
         raise CheckpointError(f"{path / INDEX} is not the index of a Penstock checkpoint", path=path)
     return document
 
 
 def _json(file: Path, otherwise: str) -> Any:
     try:
-        return json.loads(read_plain(file, LONGEST))
+        return read_json(file, most=LONGEST)
     except FileNotFoundError:
         raise CheckpointError(f"{otherwise}: {file} does not exist", path=file.parent) from None
     except NotADirectoryError:
         raise CheckpointError(f"{file.parent} is a file; a checkpoint is a directory", path=file.parent) from None
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}", path=file.parent) from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}", path=file.parent) from error
+        raise CheckpointError(f"{file} is damaged or cannot be read: {error.strerror}", path=file.parent) from error
 
 
 def damages(path: Path, manifest: Manifest, *, sums: bool, part: tuple[int, int] = (0, 1)) -> Iterator[str]:

@@ -23,13 +23,14 @@ from typing import Any
 
 from torch import Tensor
 
-from penstock.checkpoint.disk.manifest import INDEX, MANIFEST, seal
-from penstock.checkpoint.disk.plain_files import create, read_plain
+from penstock.checkpoint.disk.manifest import INDEX, LONGEST, MANIFEST, seal
+from penstock.checkpoint.disk.plain_files import create
 from penstock.checkpoint.save.write_plan import WritePlan, file_of
 from penstock.errors import CheckpointError
 from penstock.files.tensors import Body, TensorEntry, streamed, sync_directory, write_file
 from penstock.group.agreement import in_words
 from penstock.messages.clock import CLOCK, Clock
+from penstock.reading import read_json, read_text
 
 logger = logging.getLogger("penstock.checkpoint")
 BEAT = (0.002, 0.1)  # seconds between looks: the first, and the longest
@@ -130,7 +131,7 @@ class Saving:
             return [number for number, path in enumerate(wanted) if not path.exists()]
 
         self._wait(lambda: not missing(), lambda: f"processes {missing()} have written nothing more")
-        return [json.loads(read_plain(path, None)) for path in wanted]
+        return [read_json(path, most=LONGEST) for path in wanted]
 
     def _finish(self, notes: Sequence[Mapping[str, Any]]) -> None:
         files = {name: [size, crc] for name, size, crc in (note["file"] for note in notes)}
@@ -179,7 +180,7 @@ class Saving:
     def _look_for_failures(self) -> None:
         with suppress(FileNotFoundError):
             for path in self.temporary.glob("failed-*"):
-                reason = read_plain(path) or "for a reason that it could not write down"
+                reason = read_text(path) or "for a reason that it could not write down"
                 raise GivenUp(
                     f"step {self.step} was not saved: process {int(path.name[-5:])} failed: {reason}", path=self.final
                 )

@@ -10,6 +10,7 @@ from penstock.compat.pipelining.errors import InvalidOrder, UnsupportedFormat
 from penstock.compat.pipelining.stage import _PipelineStageBase
 from penstock.errors import UsageError
 from penstock.schedule import Op, Schedule, build, lower
+from penstock.schedule.files.reading import read_file
 from penstock.schedule.files.text import from_csv, rows_to_csv
 
 Format = Literal["compute_only", "compute_comms"]
@@ -88,7 +89,7 @@ class Ordered:
         A file in torch's older notation for zero bubble, `0F0,0B0,0W0`, is read by a schedule that was made with
         `use_full_backward=False`.
         """
-        found = from_csv(Path(filename).read_text(), {"microbatches": self._n_microbatches})
+        found = from_csv(read_file(filename), {"microbatches": self._n_microbatches})
         self._prepare_schedule_with_comms(orders_of(found), format)
 
     def _prepare_schedule_with_comms(self, actions: dict[int, list[Any]], format: Format = "compute_only") -> None:

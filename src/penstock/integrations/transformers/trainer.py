@@ -31,6 +31,7 @@ from penstock.integrations.transformers.loss import TrainerLoss
 from penstock.integrations.transformers.pipelined import Pipelined
 from penstock.parallel.mesh import Axes
 from penstock.pipeline import Pipeline, StepResult
+from penstock.reading import read_json
 from penstock.schedule import Schedule, family
 
 __all__ = ["PipelineTrainer"]
@@ -255,7 +256,7 @@ class PipelineTrainer(Trainer):
         super()._load_rng_state(checkpoint)
         path = Path(checkpoint or "", CLOCK_NAME)
         if checkpoint is not None and path.is_file():  # a Trainer without a pipeline writes none
-            state, clock = json.loads(path.read_text()), self.pipe.deployment.counter
+            state, clock = read_json(path), self.pipe.deployment.counter
             clock.seed, clock.step, clock.evaluations = state["seed"], state["step"], state["evaluations"]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -10,7 +10,6 @@ import dataclasses
 import difflib
 import json
 import math
-import tomllib
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from penstock.errors import UsageError
+from penstock.errors import FileError, UsageError
+from penstock.reading import parse_toml, read_json, read_toml
 from penstock.train.config.settings import TrainConfig
+from penstock.train.config.source import distrust
 
 Settings = TypeVar("Settings")
 OFFLOAD = "offloading is not in Penstock; pipeline.recompute, mesh.replicate=fsdp or more ranks need less memory"
@@ -54,30 +55,38 @@ class Override:
     value: Any
 
 
-def load_config(path: str | Path | None, overrides: Iterable[str] = ()) -> TrainConfig:
-    """The configuration of a file (TOML, or JSON as a run writes it), changed by the command line."""
+def load_config(path: str | Path | None, overrides: Iterable[str] = (), *, trust: bool | None = None) -> TrainConfig:
+    """Return the configuration of a file (TOML, or JSON as a run writes it), changed by the command line.
+
+    The functions that it names are trusted, unless `trust` says otherwise, where there is no file.
+    """
     document: dict[str, Any] = {} if path is None else _read(Path(path))
     for given in overrides:
         override(document, given)
-    return checked(TrainConfig, document, "the configuration" if path is None else str(path))
+    return read_config(
+        document, "the configuration" if path is None else str(path), trust=path is None if trust is None else trust
+    )
+
+
+def read_config(document: Any, origin: str, *, trust: bool = False) -> TrainConfig:
+    """Return the configuration in a document of whatever origin: a file, a run's folder, a checkpoint.
+
+    This is the only way from a document to a configuration. What it names as module:function is imported only where
+    somebody has vouched for it (`trust`).
+    """
+    if not isinstance(document, dict):
+        raise UsageError(f"{origin} holds a {type(document).__name__}; a configuration is a table of keys")
+    config = checked(TrainConfig, document, origin)
+    return config if trust else distrust(config)
 
 
 def _read(path: Path) -> dict[str, Any]:
     if path.is_dir():
         raise UsageError(f"{path} is a folder; give the configuration's file, such as {path / 'config.json'}")
     try:
-        text = path.read_text(encoding="utf-8")
+        return dict(read_json(path)) if path.suffix == ".json" else read_toml(path)
     except FileNotFoundError:
         raise UsageError(f"there is no configuration {path}; examples/train/gpt.toml is one to start from") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text: {error}") from None
-    try:
-        document = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise UsageError(f"{path}: {error}") from None
-    if not isinstance(document, dict):
-        raise UsageError(f"{path} holds a {type(document).__name__}; a configuration is a table of keys")
-    return document
 
 
 def override(document: dict[str, Any], given: str) -> None:
@@ -96,8 +105,8 @@ def override(document: dict[str, Any], given: str) -> None:
 
 def _toml(text: str) -> Any:
     try:
-        found = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        found = parse_toml(f"value = {text}", text)
+    except FileError:
         return text
     return found["value"] if list(found) == ["value"] else text
 

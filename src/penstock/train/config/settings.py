@@ -20,9 +20,10 @@ def key(
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
+    code: bool = False,
 ) -> Any:
-    """One key: its default, what it is, and the values it may have."""
-    bounds = {"about": about, "least": least, "above": above, "most": most}
+    """Return one key: its default, what it is, the values it may have, and whether it may name code to run."""
+    bounds = {"about": about, "least": least, "above": above, "most": most, "code": code}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=bounds)
     return field(default=default, metadata=bounds)
@@ -36,6 +37,7 @@ class TrainedModel:
         "gpt",
         '"gpt", "module:function" that returns a model, "huggingface:FOLDER" that save_pretrained has written, or '
         '"huggingface:NAME" of a configuration',
+        code=True,
     )
     options: dict[str, Any] = key({}, "keyword arguments of the source")
     init: Literal["pretrained", "random"] | None = key(
@@ -82,6 +84,7 @@ class Data:
         "stdlib",
         '"stdlib"; files and globs (one or a list) of text, or of rows: .jsonl, .parquet, .arrow, a folder written by '
         'save_to_disk; or "module:function" that returns batches',
+        code=True,
     )
     options: dict[str, Any] = key({}, "keyword arguments of a module:function")
     tokens: Literal["bytes", "uint8", "uint16", "int32", "int64"] = key(
@@ -117,14 +120,18 @@ class Data:
         least=0,
         most=0.9,
     )
-    validation_source: str | list[str] = key([], "rows to evaluate with instead of such a share; as data.source")
+    validation_source: str | list[str] = key(
+        [], "rows to evaluate with instead of such a share; as data.source", code=True
+    )
 
 
 @dataclass(frozen=True)
 class Loss:
     """What is minimized, and how it is averaged."""
 
-    function: str = key("", '"module:function" of (output, target) (default: cross-entropy of the next token)')
+    function: str = key(
+        "", '"module:function" of (output, target) (default: cross-entropy of the next token)', code=True
+    )
     options: dict[str, Any] = key({}, "further keyword arguments of that function")
     weight: Literal["tokens", "rows"] | None = key(
         None,
@@ -270,7 +277,9 @@ class Logging:
         "off", "send figures to Weights & Biases, or keep them in the run's folder for `wandb sync`"
     )
     wandb_options: dict[str, Any] = key({}, "keyword arguments of wandb.init, such as project and name")
-    callback: str | None = key(None, '"module:function" of yours, called on rank 0 with every step\'s figures')
+    callback: str | None = key(
+        None, '"module:function" of yours, called on rank 0 with every step\'s figures', code=True
+    )
     peak_flops: float | None = key(
         None, "FLOP/s of one rank's device, for MFU (default: from a table of GPUs; a CPU is measured)", above=0
     )

@@ -1,4 +1,9 @@
-"""`"module:function"`: the user's own code, named in a configuration."""
+"""`"module:function"`: the user's own code, named in a configuration, and whether it may be imported.
+
+A configuration that somebody else may have written is read with the names of its functions as `Distrusted` text, and
+here, where code is imported, such a name is refused. The keys that name code are marked in `settings`; only the values
+of these are ever imported.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +12,26 @@ import inspect
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 from penstock.errors import UsageError
-
-if TYPE_CHECKING:
-    from penstock.train.config.settings import TrainConfig
+from penstock.train.config.settings import TrainConfig
 
 HUGGINGFACE = "huggingface:"  # what follows is the name of a configuration
+NOT_HERE = ("PYTHONSAFEPATH", "penstock")  # by which a Python that is started does not search its working folder
 FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+def search_no_working_folder() -> None:
+    """Have interpreters that this process starts search the folders of libraries alone.
+
+    `python -c`, by which multiprocessing starts its own, looks into the working folder first, so that a json.py there,
+    which came with somebody's data, would run.
+    """
+    os.environ.setdefault(*NOT_HERE)
+    if paths := os.environ.get("PYTHONPATH"):  # an empty entry in it is the working folder, too
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths.split(os.pathsep)))
 
 
 def is_function(text: str) -> bool:
@@ -23,15 +39,50 @@ def is_function(text: str) -> bool:
     return FORM.fullmatch(text) is not None and not text.startswith(HUGGINGFACE)
 
 
+class Distrusted(str):
+    """The name of a function in a configuration that nobody has vouched for; copied and pickled, it stays one."""
+
+    __slots__ = ()
+
+
+def code_values(table: Any, path: str = "") -> dict[str, Any]:
+    """Return the values of all keys that may name code, by key."""
+    found: dict[str, Any] = {}
+    for field in fields(table):
+        value = getattr(table, field.name)
+        if is_dataclass(value):
+            found |= code_values(value, f"{path}{field.name}.")
+        elif field.metadata["code"]:
+            found[f"{path}{field.name}"] = value
+    return found
+
+
+CODE_KEYS = frozenset(code_values(TrainConfig()))
+
+
 def functions_in(config: TrainConfig) -> dict[str, str]:
-    """The functions that a configuration names, by key: to train it is to run them."""
-    sources = {
-        "model.source": config.model.source,
-        "data.source": config.data.source,
-        "logging.callback": config.logging.callback,
-        "loss.function": config.loss.function,
-    }
-    return {key: text for key, text in sources.items() if isinstance(text, str) and is_function(text)}
+    """Return the functions that a configuration names, by key: to train it is to run them."""
+    return {key: text for key, text in code_values(config).items() if isinstance(text, str) and is_function(text)}
+
+
+def distrust(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with its functions out of reach: whoever imports one gets an error."""
+    for key, text in functions_in(config).items():
+        table, _, name = key.rpartition(".")
+        config = replace(config, **{table: replace(getattr(config, table), **{name: Distrusted(text)})})
+    return config
+
+
+def is_trusted(config: TrainConfig) -> bool:
+    """Return whether all functions that it names may be imported."""
+    return not any(isinstance(text, Distrusted) for text in functions_in(config).values())
+
+
+def require_trust(config: TrainConfig, what: str) -> None:
+    """Raise UsageError with the functions that it names, unless they may be imported."""
+    if not is_trusted(config):
+        listed = ", ".join(f"{key} = {text!r}" for key, text in functions_in(config).items())
+        raise UsageError(f"{what} would import and call {listed}; read them, then add --trust")
 
 
 def libraries_of(config: TrainConfig) -> list[str]:
@@ -43,10 +94,19 @@ def libraries_of(config: TrainConfig) -> list[str]:
 
 
 def find_source(key: str, text: str) -> Any:
-    """The function itself; the working folder is looked in first, as `python -m` does."""
+    """Return the function itself; the working folder is looked in first, as `python -m` does."""
+    if key not in CODE_KEYS:
+        raise ValueError(f"{key} has no code=True in its settings, without which nothing that it names is imported")
+    if isinstance(text, Distrusted):
+        raise UsageError(
+            f"{key} is {text!r}, in a configuration that somebody else may have written, and it would be imported "
+            f"and called; read it, then add --trust (from Python: trust=True)"
+        )
     if not is_function(text):
         raise UsageError(f'{key} is "{text}"; a function is written "module:function", such as "my_models:build"')
     module_name, _, path = text.partition(":")
+    if os.environ.get(NOT_HERE[0]) == NOT_HERE[1]:  # the user's code finds its own, also in processes that it starts
+        del os.environ[NOT_HERE[0]]
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)

@@ -9,13 +9,16 @@ guessed.
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager
 from typing import Any
 
 from penstock.errors import UsageError
+from penstock.train.data.time_limit import time_limit
 from penstock.train.data.tokenizer import Tokenizer
 
 MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 ASSISTANT = "assistant"
+LONGEST = 10.0  # seconds in which a template, which has loops of its own, writes a chat
 REMEDY = (
     'put {% generation %} and {% endgeneration %} around the answers in the chat template, or set data.loss_on to "all"'
 )
@@ -33,12 +36,17 @@ def check_chats(tokenizer: Tokenizer) -> None:
 def encode_chat(tokenizer: Tokenizer, messages: Any, answers: bool, place: object) -> tuple[list[int], list[bool]]:
     """The tokens of a chat, and for each whether it is learned: the answers, or all."""
     _check_messages(messages, place, tools="tool_calls" in _template(tokenizer))
-    if not answers:
-        ids = tokenizer.spans(_written(tokenizer, messages, place)).ids
-        return ids, [True] * len(ids)
-    if MARKS.search(_template(tokenizer)):
-        return _marked(tokenizer, messages, place)
-    return _by_beginnings(tokenizer, messages, place)
+    with _limited(tokenizer, place):
+        if not answers:
+            ids = tokenizer.spans(_written(tokenizer, messages, place)).ids
+            return ids, [True] * len(ids)
+        if MARKS.search(_template(tokenizer)):
+            return _marked(tokenizer, messages, place)
+        return _by_beginnings(tokenizer, messages, place)
+
+
+def _limited(tokenizer: Tokenizer, place: object) -> AbstractContextManager[None]:
+    return time_limit(LONGEST, lambda: f"{place}: the chat template of the tokenizer in {tokenizer.path}")
 
 
 def _check_messages(messages: Any, place: object, *, tools: bool) -> None:
@@ -80,7 +88,8 @@ def _renamed(message: Any) -> str:
 def question_of(tokenizer: Tokenizer, text: str) -> str:
     """A user's question as the template writes it, up to where the assistant's answer begins."""
     check_chats(tokenizer)
-    return _written(tokenizer, [{"role": "user", "content": text}], "--chat", prompt=True)
+    with _limited(tokenizer, "--chat"):
+        return _written(tokenizer, [{"role": "user", "content": text}], "--chat", prompt=True)
 
 
 def roles_in(messages: Any) -> list[str]:
@@ -100,8 +109,9 @@ def _written(tokenizer: Tokenizer, messages: Any, place: object, *, prompt: bool
         text = tokenizer.of_transformers.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=prompt
         )
-    except (TemplateError, TypeError, KeyError, ValueError) as error:
-        raise UsageError(f"{place}: the chat template does not take this chat: {error}") from None
+    except (TemplateError, TypeError, KeyError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+        why = str(error) or type(error).__name__
+        raise UsageError(f"{place}: the chat template does not take this chat: {why}") from None
     return str(text)
 
 

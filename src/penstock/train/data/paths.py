@@ -42,7 +42,16 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
 
 def find_paths(patterns: Sequence[str], key: str) -> list[Path]:
     """As `find_files`, but of rows, which may be folders."""
-    return _found(patterns, key, os.path.exists, 'give files or globs such as "chats/*.jsonl"')
+    return _found(
+        patterns,
+        key,
+        _is_plain,
+        'give files or globs such as "chats/*.jsonl"',
+    )
+
+
+def _is_plain(name: str) -> bool:
+    return os.path.isfile(name) or os.path.isdir(name)
 
 
 def _found(patterns: Sequence[str], key: str, fits: Callable[[str], bool], remedy: str) -> list[Path]:

@@ -7,13 +7,13 @@ numbers, the file and the place in it, so that a checkpoint can hold it and noth
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import UsageError
+from penstock.reading import NONSENSE, check_folder, open_plain, parse_json
 from penstock.train.config.source import call_source, is_function
 from penstock.train.data.paths import JSON_LINES, find_paths
 
@@ -74,7 +74,7 @@ class JsonLines:
         self.path = path
 
     def read(self, begin: int) -> Iterator[Record]:
-        with self.path.open("rb") as file:
+        with open(open_plain(self.path), "rb") as file:
             file.seek(begin)
             for line in file:
                 place = RowPlace(self, begin)
@@ -83,19 +83,12 @@ class JsonLines:
                     yield Record(_parsed(line, place), place, begin)
 
     def number(self, begin: int) -> str:
-        with self.path.open("rb") as file:
+        with open(open_plain(self.path), "rb") as file:
             return f"line {file.read(begin).count(10) + 1}"
 
 
 def _parsed(line: bytes, place: RowPlace) -> dict[str, Any]:
-    try:
-        found = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{place} is not valid JSON: {error.msg} at column {error.colno}") from None
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{place} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{place} holds a {type(found).__name__}; each line is an object with the row's columns")
+    found: dict[str, Any] = parse_json(line, place, dict)
     return found
 
 
@@ -147,9 +140,11 @@ class Arrow:
             raise UsageError(
                 f"data.source: {path} holds the splits {', '.join(splits)}; name one, such as {path / splits[0]}"
             )
+        if path.is_dir():
+            check_folder(path)
         try:
             self._rows = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
-        except (OSError, ValueError) as error:
+        except NONSENSE as error:
             raise UsageError(f"data.source: {path} cannot be read: {error}") from None
 
     def read(self, begin: int) -> Iterator[Record]:

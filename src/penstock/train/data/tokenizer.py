@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from penstock.errors import UsageError
 from penstock.files import TOKENIZER_FILES
+from penstock.reading import check_folder, plain_path
 from penstock.train.config.paths import no_tokenizer
 
 FILE = "tokenizer.json"
@@ -121,7 +122,7 @@ def _open_file(path: Path) -> Any:
     except ImportError:
         raise UsageError("data.tokenizer needs the tokenizers package: pip install 'penstock[data]'") from None
     try:
-        return Fast.from_file(str(path))
+        return Fast.from_file(str(plain_path(path)))
     except Exception as error:  # it raises nothing narrower
         raise UsageError(f"data.tokenizer: {path} is no file of a tokenizer ({FILE}): {error}") from None
 
@@ -141,9 +142,10 @@ def _open_folder(path: Path) -> Any:
     loud = logging.getLogger("transformers.tokenization_utils_base")
     before = loud.level
     loud.setLevel(logging.ERROR)
+    check_folder(path)
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, ImportError, KeyError) as error:
+    except Exception as error:  # tokenizers raises nothing narrower
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(f"data.tokenizer: {path} cannot be read: {first} (code from the folder is not run)") from None
     finally:

@@ -17,7 +17,7 @@ from penstock.checkpoint.named_tensors import AVERAGE
 from penstock.errors import UsageError
 from penstock.files.adapters import is_adapter
 from penstock.train.build import build_model
-from penstock.train.config.read import checked
+from penstock.train.config.read import read_config
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE
 from penstock.train.generation.codec import Codec, codec_of
@@ -34,7 +34,7 @@ def saved_config(checkpoint: Path) -> TrainConfig:
     document: Any = read_manifest(checkpoint).config
     if not isinstance(document, dict) or "model" not in document:
         raise UsageError(f"{checkpoint} was not saved by penstock train: it has no configuration in it")
-    return checked(TrainConfig, document, str(checkpoint))
+    return read_config(document, str(checkpoint))
 
 
 @dataclass(frozen=True)

@@ -29,10 +29,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from penstock.checkpoint.disk.plain_files import open_plain
+from penstock.reading import open_plain
 from penstock.train.config.consistent import processes_of
 from penstock.train.config.elastic import describe_layouts, elastic_layouts
 from penstock.train.config.settings import TrainConfig
+from penstock.train.config.source import NOT_HERE
 from penstock.train.launch.entry import Job, enter
 from penstock.train.launch.environment import kill_fork_server
 from penstock.train.launch.local_rendezvous import LOOPBACK, LocalRendezvous
@@ -267,7 +268,7 @@ def torchrun_command(config: TrainConfig, arguments: list[str]) -> str:
         "train",
         *arguments,
     ]
-    command = shlex.join(parts)
+    command = f"{NOT_HERE[0]}=1 {shlex.join(parts)}"  # python -m would search the working folder
     if fewest == hosts:
         return f"on several hosts, on each with its NUMBER from 0: {command}"
     return f"on several hosts, on each: {FRESH_STORE}=1 {command}\nelastic: {describe_layouts(config)} processes"

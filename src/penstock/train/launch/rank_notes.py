@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.disk.plain_files import read_plain, write_whole
+from penstock.checkpoint.disk.plain_files import write_whole
 from penstock.errors import CheckpointError, PeerFailure, PenstockError, UsageError
+from penstock.reading import read_json
 from penstock.train.run.run_folder import RunFolder, write_json
 
 
@@ -47,7 +47,7 @@ def leave_note(path: Path, rank: int, error: BaseException, final: bool) -> None
 def read_note(path: Path) -> dict[str, Any] | None:
     """A rank's note, if it could leave one."""
     try:
-        found: dict[str, Any] = json.loads(read_plain(path))
-    except (OSError, json.JSONDecodeError):
+        found: dict[str, Any] = read_json(path)
+    except OSError:
         return None
     return found

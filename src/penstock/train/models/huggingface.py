@@ -18,6 +18,7 @@ from penstock.files.adapters import is_adapter
 from penstock.files.pretrained import PretrainedFolder
 from penstock.files.weights import has_weights
 from penstock.model.lazy import is_lazy, lazy
+from penstock.reading import NONSENSE, check_folder, read_json
 from penstock.train.config.paths import no_configuration
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE
@@ -48,6 +49,8 @@ def build_huggingface(config: TrainConfig) -> nn.Module:
     """
     shape = configuration_of(config)
     shape.use_cache = False
+    if "/" in str(kernel := getattr(shape, "_attn_implementation", None)):  # a repository, which is downloaded and run
+        raise UsageError(f"model.source: the attention {kernel!r} is not of transformers: {NO_FOLDER_CODE}")
     folder = folder_of(config)
     if not is_pretrained(config):
         return _of_shape(config, shape)
@@ -114,17 +117,19 @@ def tensor_plan_of(config: TrainConfig, model: nn.Module) -> Any:
 
 def configuration_of(config: TrainConfig) -> Any:
     name, options = config.model.source.removeprefix(HUGGINGFACE), config.model.options
-    if "trust_remote_code" in options:
-        raise UsageError(f"model.options.trust_remote_code is not for configurations: {NO_FOLDER_CODE}")
+    for remote in {"trust_remote_code", "allow_all_kernels"} & set(options):
+        raise UsageError(f"model.options.{remote} is not for configurations: {NO_FOLDER_CODE}")
     try:
         from transformers import CONFIG_MAPPING, AutoConfig  # optional, and slow to load
     except ImportError:
         raise UsageError("huggingface models need the transformers package: pip install transformers") from None
     if folder_of(config) is not None:
+        check_folder(name)
+        read_json(Path(name) / "config.json")
         try:
             return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False, **options)
-        except (ValueError, OSError) as error:
-            first = str(error).splitlines()[0]
+        except NONSENSE as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UsageError(f"model.source: {name} cannot be read: {first} ({NO_FOLDER_CODE})") from None
     if config.model.init == "pretrained":
         raise UsageError(
@@ -143,9 +148,11 @@ def _of_shape(config: TrainConfig, shape: Any) -> nn.Module:
     dtype = (getattr(shape, "dtype", None) or torch.float32) if named == "auto" else getattr(torch, named)
     try:
         model: nn.Module = AutoModelForCausalLM.from_config(shape, trust_remote_code=False, dtype=dtype)  # type: ignore[no-untyped-call]
-    except ValueError as error:
+    except NONSENSE as error:
         name = config.model.source.removeprefix(HUGGINGFACE)
-        raise UsageError(f"model.source: {name} is no language model: {str(error).splitlines()[0]}") from None
+        raise UsageError(
+            f"model.source: {name} is no language model: {(str(error) or repr(error)).splitlines()[0]}"
+        ) from None
     return model
 
 

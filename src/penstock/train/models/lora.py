@@ -22,6 +22,7 @@ from penstock.errors import UsageError
 from penstock.files.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, name_in_adapter_file
 from penstock.files.pretrained import PretrainedFolder
 from penstock.model.lazy import is_lazy, lazy
+from penstock.reading import NONSENSE, check_folder, read_json
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE
 
@@ -120,7 +121,12 @@ def _settings(config: TrainConfig) -> Any:
         path = Path(options.adapter)
         if not (path / ADAPTER_CONFIG).is_file():
             raise UsageError(f"lora.adapter: {path} has no {ADAPTER_CONFIG}; peft's save_pretrained() writes one")
-        found = PeftConfig.from_pretrained(str(path))
+        check_folder(path)
+        read_json(path / ADAPTER_CONFIG)
+        try:
+            found = PeftConfig.from_pretrained(str(path))
+        except NONSENSE as error:
+            raise UsageError(f"lora.adapter: {path} cannot be read: {error}") from None
         if not isinstance(found, LoraConfig):
             raise UsageError(f"lora.adapter: {path} is of type {found.peft_type}; only LORA can be trained here")
         if found.modules_to_save or found.bias != "none":

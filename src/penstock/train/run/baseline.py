@@ -20,8 +20,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from penstock.errors import RunError
-from penstock.train.config.read import checked, to_document
+from penstock.train.config.read import read_config, to_document
 from penstock.train.config.settings import TrainConfig
+from penstock.train.config.source import is_trusted
 
 
 def process_bytes(
@@ -33,8 +34,9 @@ def process_bytes(
     opened the data of `config`.
     """
     how = "forked" if forked else "alone"
-    command = [sys.executable, "-m", "penstock.train.run.baseline", how, ",".join(libraries), ",".join(code)]
-    document = "" if config is None else json.dumps(to_document(config))
+    # The working folder is not searched (-P): what lies there by the name of a library is nobody's wish.
+    command = [sys.executable, "-P", "-m", "penstock.train.run.baseline", how, ",".join(libraries), ",".join(code)]
+    document = "" if config is None else json.dumps([to_document(config), is_trusted(config)])
     done = subprocess.run(command, input=document, capture_output=True, text=True)
     if done.returncode:
         raise RunError(f"a process that only loads what training needs has failed: {done.stderr.strip()[-500:]}")
@@ -56,7 +58,10 @@ def main(how: str, libraries: str, code: str) -> int:
         if child:
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     _load(*code.split(","))
-    config = checked(TrainConfig, json.loads(document), "the configuration") if document else None
+    config = None
+    if document:
+        content, trust = json.loads(document)
+        config = read_config(content, "the configuration", trust=trust)
     opened = None if config is None else _open(config)
     _train(config is not None and config.mesh.replicas * config.mesh.tp > 1)
     del opened

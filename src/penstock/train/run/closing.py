@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.checkpoint.disk.manifest import BEST, best_of, newest_first
+from penstock.reading import read_text
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE
 from penstock.train.data.paths import holds_rows
@@ -72,5 +73,5 @@ def _learns_chats(config: TrainConfig) -> bool:
     folder = Path(data.tokenizer).expanduser()
     settings = folder / "tokenizer_config.json"
     return (folder / "chat_template.jinja").is_file() or (
-        settings.is_file() and '"chat_template"' in settings.read_text(encoding="utf-8")
+        settings.is_file() and '"chat_template"' in read_text(settings)
     )

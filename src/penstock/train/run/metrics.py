@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.disk.plain_files import create, read_plain
+from penstock.checkpoint.disk.plain_files import create
+from penstock.errors import FileError, UsageError
+from penstock.reading import parse_json, read_text
+from penstock.rules import is_count
 from penstock.train.run.outlets import Outlet
+
+MOST_METRICS = 2**30  # bytes, for some millions of steps
+log = logging.getLogger("penstock.train")
 
 
 class Metrics:
@@ -38,8 +45,21 @@ class Metrics:
         line = {"step": step, **{name: _plain(value) for name, value in figures.items()}}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
+        self.check()
         for outlet in self._outlets:
             outlet.write(step, figures)
+
+    def check(self) -> None:
+        """Raise UsageError where the file is not at its place any more: what is written goes nowhere."""
+        try:
+            is_there = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise UsageError(
+                f"{self.path} was removed, moved or replaced while the run wrote to it, perhaps with the run's folder; "
+                f"put it back and add --resume, or start over"
+            )
 
     def close(self) -> None:
         self._file.close()
@@ -53,14 +73,18 @@ def _plain(value: Any) -> Any:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a file; a last one that a kill cut short is left out."""
+    """Return the lines of a file; a last one that a kill cut short is left out, others with a warning."""
+    try:
+        text = read_text(path, MOST_METRICS, errors="replace")
+    except FileNotFoundError:
+        return []
     found: list[dict[str, Any]] = []
-    with contextlib.suppress(FileNotFoundError):
-        for text in read_plain(Path(path), None).splitlines():
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError:
-                continue
-            if isinstance(line, dict) and isinstance(line.get("step"), int):
-                found.append(line)
+    lines = text.split("\n")
+    for line in lines[:-1]:
+        with contextlib.suppress(FileError):
+            values = parse_json(line, path, dict)
+            if is_count(values.get("step")):
+                found.append(values)
+    if lost := len(lines) - 1 - len(found):
+        log.warning("%s: %d of %d lines are damaged, and left out", path, lost, len(lines) - 1)
     return found

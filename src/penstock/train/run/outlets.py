@@ -11,8 +11,9 @@ import secrets
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.checkpoint.disk.plain_files import read_plain, write_whole
+from penstock.checkpoint.disk.plain_files import write_whole
 from penstock.errors import UsageError
+from penstock.reading import read_json
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import find_source
@@ -114,7 +115,7 @@ def _run_id(root: Path, start: int) -> str:
     place = root / "wandb.json"
     if start:
         try:
-            return str(json.loads(read_plain(place))["id"])
+            return str(read_json(place)["id"])
         except (FileNotFoundError, ValueError, KeyError):
             pass  # this run had no such outlet until now
     made = secrets.token_hex(4)

@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from penstock.view.figures import visible
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -93,7 +95,7 @@ class Progress:
         """Something else than a step, on lines of its own."""
         if self._stream is not None:
             with self._while_somebody_reads():
-                self._console.print(Text(text))
+                self._console.print(Text(visible(text)))
 
     def close(self) -> None:
         if self._live is not None:

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from penstock.checkpoint.disk.plain_files import read_plain, write_whole
+from penstock.checkpoint.disk.plain_files import write_whole
 from penstock.pipeline import Pipeline
+from penstock.reading import read_json
 from penstock.schedule import Timeline
 from penstock.schedule.files.timeline_json import to_json
 from penstock.train.config.settings import TrainConfig
@@ -124,7 +125,7 @@ def _ranks_here(config: TrainConfig) -> int:
 def read_recorded(folder: RunFolder) -> tuple[list[Recorded], dict[str, Any]]:
     """The recorded steps of a run's folder, and the rest of what is known of them."""
     try:
-        document: dict[str, Any] = json.loads(read_plain(folder.recorded))
+        document: dict[str, Any] = read_json(folder.recorded)
         return [Recorded(*entry) for entry in document["steps"]], document
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return [], {}

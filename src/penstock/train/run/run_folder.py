@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.disk.lock import Lock
-from penstock.checkpoint.disk.plain_files import is_foreign_link, read_plain, write_whole
-from penstock.errors import UsageError
+from penstock.checkpoint.disk.plain_files import is_foreign_link, write_whole
+from penstock.errors import FileError, UsageError
+from penstock.reading import read_json
+from penstock.rules import is_count
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
 
@@ -97,10 +99,10 @@ class RunFolder:
         A config.json of something else, such as a model, is not the remainder of a run.
         """
         try:
-            kept = json.loads(read_plain(self.root / "config.json"))
-        except (OSError, ValueError):
+            kept = read_json(self.root / "config.json")
+        except OSError:
             return False
-        if not isinstance(kept, dict) or not {"pipeline", "training", "output"} <= set(kept):
+        if not {"pipeline", "training", "output"} <= set(kept):
             return False
         has_figures = self.metrics.exists() and self.metrics.stat().st_size > 0
         return not has_figures and not (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
@@ -118,11 +120,16 @@ class RunFolder:
                 shutil.rmtree(self.root / name)
 
     def cut(self) -> dict[str, Any] | None:
-        """How the model was cut when the run began, if that was measured."""
+        """Return how the model was cut when the run began, if that was measured: stages, and layers by stage."""
+        place = self.root / "cut.json"
         try:
-            found: dict[str, Any] = json.loads(read_plain(self.root / "cut.json"))
-        except (FileNotFoundError, json.JSONDecodeError):
+            found: dict[str, Any] = read_json(place)
+        except FileNotFoundError:
             return None
+        counts, stages = found.get("counts"), found.get("stages")
+        good = isinstance(counts, list) and all(is_count(each) and each > 0 for each in counts)
+        if not good or not is_count(stages) or len(counts or ()) != stages or len(found) > 2:
+            raise FileError(place, "it is not how penstock train cut the model; remove it to have the model cut anew")
         return found
 
     def keep_cut(self, stages: int, counts: list[int]) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.disk.plain_files import read_plain, write_whole
+from penstock.checkpoint.disk.plain_files import write_whole
+from penstock.reading import read_json
 from penstock.schedule import Costs, Timeline, simulate
 from penstock.train.run.metrics import read_metrics
 from penstock.train.run.recordings import recorded_notes, recorded_steps
@@ -39,7 +39,7 @@ def save_run_page(folder: RunFolder) -> Path | None:
 def _activation(folder: RunFolder, timeline: Timeline) -> tuple[float, ...] | None:
     """Bytes that a microbatch holds on each rank: what the run has measured at its peak, by what it then held."""
     try:
-        measured = [row["activations"] for row in json.loads(read_plain(folder.memory))]
+        measured = [row["activations"] for row in read_json(folder.memory, list)]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     held = held_peaks(timeline)

@@ -1,0 +1,45 @@
+"""A limit for what may loop for ever and is written by somebody else, such as a chat template."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from penstock.errors import UsageError
+
+_raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+
+class _TimeUp(BaseException):
+    """Raised inside of what takes too long."""
+
+
+@contextmanager
+def time_limit(seconds: float, what: Callable[[], str]) -> Iterator[None]:
+    """Raise UsageError where what is inside, in whichever thread, has not ended within so many seconds.
+
+    It must be Python that runs: what C does is not interrupted.
+    """
+    thread, lock = ctypes.c_ulong(threading.get_ident()), threading.Lock()
+    inside = True
+
+    def end() -> None:
+        with lock:
+            if inside:
+                _raise_in(thread, ctypes.py_object(_TimeUp))
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        try:
+            yield
+        finally:
+            timer.cancel()
+            with lock:
+                inside = False
+            _raise_in(thread, None)  # what was raised a moment ago, and has not come yet
+    except _TimeUp:
+        raise UsageError(f"{what()} has not come to an end within {seconds:g} s") from None

@@ -18,6 +18,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "penstock"
 ROOMS = [
     "errors",
     "rules",
+    "devices",
     "schedule",
     "messages",
     "files",

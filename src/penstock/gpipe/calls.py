@@ -26,7 +26,7 @@ from penstock.runtime.batch.outputs import merge
 from penstock.runtime.engine.ranks import LocalRanks
 from penstock.runtime.engine.step_input import StepInput
 from penstock.runtime.loss.shares import Shares
-from penstock.runtime.state.randomness import StepCounter
+from penstock.runtime.state.randomness import Compute, StepCounter
 from penstock.runtime.transport import ThreadTransport
 from penstock.schedule import Action, Op, Schedule, build, lower, verify
 from penstock.schedule.lowering.gather import gather
@@ -253,7 +253,7 @@ class ForwardCall:
 
     # -- either
 
-    def _run(self, half: int, inputs: dict[int, StepInput], alone: frozenset[tuple[int, int]] = frozenset()) -> None:
+    def _run(self, half: int, inputs: dict[int, StepInput], alone: frozenset[Compute] = frozenset()) -> None:
         """One half; an error of a stage comes out as it was raised there, with the place added."""
         program = self._programs[half]
         try:

@@ -1,0 +1,59 @@
+"""Devices in torch's own words, so that the rest of the package names no kind of accelerator."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+def accelerator() -> str | None:
+    """Return the kind of accelerator that this process can use, such as "cuda"; None without any."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def on_accelerator(device: torch.device | None) -> bool:
+    """Return whether kernels on this device run while the host goes on."""
+    return device is not None and device.type not in ("cpu", "meta")
+
+
+def indexed(device: torch.device | str) -> torch.device:
+    """Return the device with its number: an accelerator without one is this thread's current device."""
+    found = torch.device(device)
+    if on_accelerator(found) and found.index is None and found.type == accelerator():
+        return torch.device(found.type, torch.accelerator.current_device_index())
+    return found
+
+
+def backends() -> str:
+    """Return the backends of a process group: gloo for the CPU, and the accelerator's own where there is one."""
+    kind = accelerator()
+    own = None if kind is None else torch.distributed.Backend.default_device_backend_map.get(kind)
+    return "gloo" if own in (None, "gloo") else f"cpu:gloo,{kind}:{own}"
+
+
+@cache
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return the generator that a device's operations draw from by default."""
+    if not on_accelerator(device):
+        return torch.default_generator
+    if device.type == "mps":  # Its module has one function in the place of the tuple that the others have.
+        one: torch.Generator = torch.mps._get_default_mps_generator()
+        return one
+    module: Any = torch.get_device_module(device)
+    if not module.is_initialized():
+        module.init()
+    found: torch.Generator = module.default_generators[indexed(device).index]
+    return found
+
+
+def generators() -> list[torch.Generator]:
+    """Return the generators of all the accelerator's devices."""
+    kind = accelerator()
+    if kind is None:
+        return []
+    return [generator_of(torch.device(kind, index)) for index in range(torch.accelerator.device_count())]

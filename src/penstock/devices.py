@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 CPU = torch.device("cpu")
 
@@ -27,6 +31,32 @@ def indexed(device: torch.device | str) -> torch.device:
     if on_accelerator(found) and found.index is None and found.type == accelerator():
         return torch.device(found.type, torch.accelerator.current_device_index())
     return found
+
+
+@contextmanager
+def as_caller(device: torch.device, streams: Iterable[torch.Stream], default: torch.device) -> Iterator[None]:
+    """A context in which a thread computes as the one that called it would: on its streams, with its default device.
+
+    All three belong to a thread in torch; `device` is the current one inside, which is this thread's own.
+    """
+    for stream in streams:
+        if torch.accelerator.current_stream(stream.device) != stream:
+            torch.accelerator.set_stream(stream)
+    if on_accelerator(device):
+        torch.accelerator.set_device_index(device)
+    with nullcontext() if default == torch.get_default_device() else default:
+        yield
+
+
+def to_device(value: Any, device: torch.device | None) -> Any:
+    """Return the value with its tensors on a device; None leaves them where they are.
+
+    The host does not wait for copies to an accelerator, whose kernels do.
+    """
+    if device is None:
+        return value
+    behind = on_accelerator(device)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=behind), value)
 
 
 def backends() -> str:

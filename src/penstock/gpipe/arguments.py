@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ModelError, UsageError
 from penstock.model.original.wrappers import refuse_compiled_model
 from penstock.pipeline import arguments
-from penstock.pipeline.arguments import check_gpus
+from penstock.pipeline.devices import check_devices
 from penstock.rules import ArgumentRule, check_rules, choice, is_count
 from penstock.runtime.batch.batch_options import BatchOptions
 
@@ -87,7 +87,7 @@ def as_devices(devices: Any) -> list[torch.device] | None:
         raise UsageError(
             f"devices={devices!r}: pass one device for each stage, such as ['cuda:0', 'cuda:1'], or range(2)"
         ) from None
-    check_gpus(found)
+    check_devices(found)
     return found
 
 

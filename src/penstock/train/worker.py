@@ -26,6 +26,7 @@ from penstock.checkpoint.checkpointer import Checkpointer
 from penstock.checkpoint.disk.plain_files import create
 from penstock.checkpoint.generators import seed_generators
 from penstock.checkpoint.processes import Processes
+from penstock.devices import backends
 from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.group.joining import joining
 from penstock.parallel.mesh import mesh as make_mesh
@@ -195,10 +196,9 @@ def _group(config: TrainConfig, store: Any, rank: int, count: int) -> Iterator[N
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores))
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=max(CONNECT_SECONDS, config.pipeline.timeout))  # all are there: they have one prefix
     with joining(store, rank, count, "all"):
-        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
+        dist.init_process_group(backends(), store=store, rank=rank, world_size=count, timeout=limit)
     yield
     dist.destroy_process_group()  # only after a run that ended well: else a peer may be stuck in a collective
 

@@ -195,7 +195,8 @@ class LocalRanks:
             if isinstance(given, Refused):
                 raise given.error
             self._threads = self._threads or self._start_threads()
-            return self._threads.run(program, given, wall_start, variables or contextvars.copy_context())
+            homes = {rank: self.home(rank) for rank in self.executors}
+            return self._threads.run(program, given, wall_start, variables or contextvars.copy_context(), homes)
         ((rank, executor),) = self.executors.items()
         run = partial(
             executor.run,

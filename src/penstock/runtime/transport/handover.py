@@ -5,11 +5,10 @@ that a message under way does not keep the graph alive. An alias shares its memo
 version counter with the original; a write to it while the message is under way, as by a sender
 that uses its output's memory anew, is therefore seen by the receiver and not silently wrong.
 
-On CUDA an alias alone is not enough: the kernels that write it may still be queued on the
+On an accelerator an alias alone is not enough: the kernels that write it may still be queued on the
 sender's stream, and the allocator may hand its memory out again once the sender has let go.
 The sender therefore records an event, and the receiver makes its own stream wait for it and
-tells the allocator that its stream uses the memory. (There is no GPU where this was written:
-that part follows the documentation of torch.cuda and has not been run.)
+tells the allocator that its stream uses the memory.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from penstock.devices import on_accelerator, to_device
 from penstock.errors import RunError
 
-Events = list[tuple[torch.device, "torch.cuda.Event"]]
+Events = list[tuple[torch.device, torch.Event]]
 
 
 class Rewritten(RunError):
@@ -79,20 +79,15 @@ def share(value: Any) -> tuple[Any, Ready]:
     versions, events = [], None
     for tensor in tensors:
         versions.append(-1 if tensor.is_inference() else tensor._version)
-        if tensor.is_cuda and events is None:
+        if on_accelerator(tensor.device) and events is None:
             events = _record(tensors)
     return shared, Several(tensors, versions, events)
 
 
 def _record(tensors: list[Tensor]) -> Events:
-    """One event for each device that holds a part of the value (not run here: no GPU)."""
-    ready: Events = []
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        with torch.cuda.device(device):
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(device))
-        ready.append((device, event))
-    return ready
+    """Return one event for each device that holds a part of the value."""
+    devices = {tensor.device for tensor in tensors if on_accelerator(tensor.device)}
+    return [(device, torch.accelerator.current_stream(device).record_event()) for device in devices]
 
 
 def arrive(value: Any, ready: Ready | None, device: torch.device | None) -> Any:
@@ -109,15 +104,15 @@ def arrive(value: Any, ready: Ready | None, device: torch.device | None) -> Any:
     if events is None and device is None:
         return value
     for source, event in events or ():
-        torch.cuda.current_stream(source).wait_event(event)
+        torch.accelerator.current_stream(source).wait_event(event)
 
     def settle(tensor: Tensor) -> Tensor:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        if on_accelerator(tensor.device):
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
         if device is None or tensor.device == device:
             return tensor
         # the copy runs on this thread's streams of both devices, which now follow the sender's
-        moved = tensor.detach().to(device, non_blocking=tensor.is_cuda)
+        moved = to_device(tensor.detach(), device)
         return moved.requires_grad_(tensor.requires_grad)
 
     return pytree.tree_map_only(Tensor, settle, value)

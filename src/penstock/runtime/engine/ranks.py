@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from penstock.devices import CPU, on_accelerator
+from penstock.devices import CPU
 from penstock.errors import RunError, UsageError
 from penstock.model.original.changes import Changes
 from penstock.model.part import StagePart
@@ -169,8 +169,7 @@ class LocalRanks:
             listen_to_dynamo()
         try:
             for rank, generators in self._generators.items():
-                device = self.home(rank)
-                generators.devices = (CPU, device) if on_accelerator(device) else (CPU,)
+                generators.draw_on(self.home(rank))
             every = dict.fromkeys(device for each in self._generators.values() for device in each.devices)
             with generators_of_step(every, self._takes_turns) as locks, self.precise():
                 if self._takes_turns:

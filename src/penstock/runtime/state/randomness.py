@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.devices import CPU, generator_of, generators
+from penstock.devices import CPU, generator_of, generators, on_accelerator
 from penstock.errors import RunError
 from penstock.model.random_states import HELD, random_state, restore_random, seed_torch, set_torch_state, torch_state
 
@@ -283,6 +283,10 @@ class RankGenerators:
 
     def __init__(self) -> None:
         self.devices: tuple[torch.device, ...] = (CPU,)
+
+    def draw_on(self, device: torch.device | None) -> None:
+        """Set the device that the stages are on now."""
+        self.devices = (CPU,) if device is None or not on_accelerator(device) else (CPU, device)
 
     def seed(self, value: int) -> None:
         """Seed them, where this rank has them to itself."""

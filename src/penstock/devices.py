@@ -20,6 +20,12 @@ def accelerator() -> str | None:
     return None if found is None else found.type
 
 
+def device_types() -> tuple[str, ...]:
+    """Return the kinds of devices that this process computes on."""
+    found = accelerator()
+    return ("cpu",) if found is None else ("cpu", found)
+
+
 def on_accelerator(device: torch.device | None) -> bool:
     """Return whether kernels on this device run while the host goes on."""
     return device is not None and device.type not in ("cpu", "meta")

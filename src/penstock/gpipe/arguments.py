@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
+from penstock.devices import accelerator
 from penstock.errors import ModelError, UsageError
 from penstock.model.original.wrappers import refuse_compiled_model
 from penstock.pipeline import arguments
@@ -82,7 +83,9 @@ def as_devices(devices: Any) -> list[torch.device] | None:
     try:
         if isinstance(devices, str):
             raise TypeError
-        found = [torch.device("cuda", each) if is_count(each) else torch.device(each) for each in devices]
+        found = [
+            torch.device(accelerator() or "cuda", each) if is_count(each) else torch.device(each) for each in devices
+        ]
     except (RuntimeError, TypeError):
         raise UsageError(
             f"devices={devices!r}: pass one device for each stage, such as ['cuda:0', 'cuda:1'], or range(2)"

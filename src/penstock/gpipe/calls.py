@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.devices import to_device
 from penstock.errors import PeerFailure, RunError
 from penstock.gpipe.attached_stage import AttachedStage, Outputs, Stages, WeightVersions, check_weights, muted
 from penstock.model.replay.modes import in_modes
@@ -131,7 +132,7 @@ class ForwardCall:
         assert last is not None
         outputs: list[Any] = last.computations.output()
         if calls.ranks.thread_randomness.draw:
-            torch.rand(())  # the next call shall have other random numbers
+            torch.rand((), device="cpu")  # the next call shall have other random numbers
         calls.ranks.end_batch()
         if attached:
             self._keep()
@@ -283,7 +284,7 @@ def _piece(leaf: Any, device: torch.device | None) -> Any:
     """A leaf of a stage's own for a piece of the model's input."""
     if not isinstance(leaf, Tensor):
         return leaf
-    moved = leaf if device is None else leaf.to(device, non_blocking=leaf.is_cuda)
+    moved = to_device(leaf, device)
     return moved.detach().requires_grad_() if leaf.requires_grad else moved
 
 

@@ -20,7 +20,9 @@ _ONE_AT_A_TIME = threading.RLock()  # threads that ask torch for the state of a 
 class _Held(threading.local):
     """What the code on a thread has of the generators, where several threads take turns on them."""
 
-    quietly: dict[torch.device, bool] = {}  # those it has: alone, or (quietly) beside others that draw nothing either
+    def __init__(self) -> None:
+        # By device, those it has: alone, or (quietly) beside others that draw nothing either.
+        self.quietly: dict[torch.device, bool] = {}
 
 
 HELD = _Held()

@@ -191,7 +191,7 @@ def _accumulate(
                 share = 0.0 if found is None else found[number]
                 roots = [(loss, share), *((value, 1.0 / pipe.microbatches) for value in extra)]
                 roots = [(root, seed) for root, seed in roots if root.requires_grad and seed]
-                seeds = [torch.tensor(seed, dtype=torch.float64).to(root) for root, seed in roots]
+                seeds = [torch.tensor(seed, dtype=torch.float64, device="cpu").to(root) for root, seed in roots]
                 for each in fresh:
                     each.before()
                 torch.autograd.backward([root for root, _ in roots], seeds)

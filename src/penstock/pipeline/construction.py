@@ -114,7 +114,7 @@ class Construction:
         return deployment
 
     def _take_device(self, places: Mapping[int, torch.device]) -> None:
-        """Make this process's device its current one; all ranks must have one of the same kind, as their backend has."""
+        """Make this process's device its current one; ranks state its kind, which must be that of their backend."""
         if self.world.size is None:
             return
         device = next(iter(places.values()), CPU)

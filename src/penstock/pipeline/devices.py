@@ -1,4 +1,4 @@
-"""Where the ranks of a pipeline compute: on the devices that were asked for, where the model is, or on what there is."""
+"""Where the ranks of a pipeline compute: on the devices that were asked for, where the model is, or what there is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def check_devices(devices: Any) -> None:
         count = torch.accelerator.device_count() if device.type == accelerator() else 0
         if (device.index or 0) >= count:
             seen = f"{count} of them" if count else f"no {'GPU' if device.type == 'cuda' else device.type}"
-            raise UsageError(f"devices has {device}, but torch sees {seen} here; leave devices= out to use what there is")
+            raise UsageError(
+                f"devices has {device}, but torch sees {seen} here; leave devices= out to use what there is"
+            )
 
 
 def home_of(modules: Iterable[nn.Module]) -> torch.device | None:

@@ -151,7 +151,7 @@ def _shown(value: Any) -> str:
 def _rows_like(value: Any, rows: int) -> Any:
     if not isinstance(value, Tensor) or not value.dim():
         return value
-    return torch.zeros(rows, *value.shape[1:], dtype=value.dtype, requires_grad=False)
+    return torch.zeros(rows, *value.shape[1:], dtype=value.dtype, requires_grad=False, device="cpu")
 
 
 def _without_memory(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
@@ -199,7 +199,7 @@ def _example(config: TrainConfig, rows: int) -> tuple[tuple[Any, ...], dict[str,
         given = (batch.args, batch.kwargs, batch.target)
         args, kwargs, target = pytree.tree_map(lambda each: _rows_like(each, rows), given)
         return args, kwargs, target
-    ids = torch.zeros(rows, config.data.sequence, dtype=torch.int64)
+    ids = torch.zeros(rows, config.data.sequence, dtype=torch.int64, device="cpu")
     if config.model.source.startswith(HUGGINGFACE):
         return (), {"input_ids": ids}, torch.zeros_like(ids)
     return (ids,), {}, torch.zeros_like(ids)

@@ -42,7 +42,7 @@ SUMMED = {  # the dtypes that torch can sum, and in which dtype it does
     **dict.fromkeys((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), torch.int64),
 }
 
-_PARTS = torch.arange(SAMPLE)
+_PARTS = torch.arange(SAMPLE, device="cpu")
 
 BatchFingerprint = tuple[bool, dict["Key", int]]  # whether all numbers count, and the checksum of each argument
 Key = int | str | tuple[str, str]  # of an argument: its position, its name, or ("loss", its name among loss_kwargs)

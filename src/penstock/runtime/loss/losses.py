@@ -223,7 +223,7 @@ class Seeds:
             shares = self._shares.if_counts(microbatch)
             if shares is None:
                 return None
-            seeds = torch.tensor([share * self._scale for share in shares], dtype=torch.float64)
+            seeds = torch.tensor([share * self._scale for share in shares], dtype=torch.float64, device="cpu")
             made = seeds.to(loss.device, loss.dtype).unbind()
             self.made[kind] = tuple(seed if share else None for seed, share in zip(made, shares, strict=True))
         return self.made[kind][microbatch]
@@ -231,7 +231,7 @@ class Seeds:
     @cached_property
     def extra(self) -> Tensor:
         """At a named loss, which is a mean over the microbatches of all replicas."""
-        return torch.tensor(self._of_named, dtype=torch.float64)
+        return torch.tensor(self._of_named, dtype=torch.float64, device="cpu")
 
 
 def sum_in_order(losses: Tensor, shares: Sequence[float]) -> float:

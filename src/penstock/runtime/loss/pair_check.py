@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from penstock.devices import device_types
 from penstock.errors import ModelError
 from penstock.runtime.batch.microbatch import Batch, dims_of_leaves
 from penstock.runtime.batch.rowed import is_rowed
@@ -207,7 +208,7 @@ class PairCheck:
         part = Batch(args, kwargs, targets, loss_kwargs, [rows.rows], rows.part.has_target)
         wide = rows._replace(output=output, part=part)
         with ExitStack() as stack:
-            for kind in ("cpu", "cuda"):
+            for kind in device_types():
                 if torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, enabled=False))
             kinds = stack.enter_context(_Kinds())
@@ -240,7 +241,7 @@ class PairCheck:
     def _precision(self, given: Any) -> tuple[float, int]:
         """The rounding of the coarsest numbers that the loss works with, and how many of these may add up."""
         kinds = {each.dtype for each in _tensors(given) if _is_float(each)} | self._kinds
-        kinds |= {torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)}
+        kinds |= {torch.get_autocast_dtype(kind) for kind in device_types() if torch.is_autocast_enabled(kind)}
         eps = max(torch.finfo(kind).eps for kind in kinds)
         return eps, FEW if eps < COARSE else FEW_OF_COARSE
 

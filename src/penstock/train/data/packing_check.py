@@ -29,7 +29,7 @@ def check_packing(pipe: Pipeline, config: TrainConfig, vocabulary: int) -> None:
     if length < 4 or vocabulary < 4:
         return
     front = length // 2
-    numbers = torch.arange(length, dtype=torch.int32)
+    numbers = torch.arange(length, dtype=torch.int32, device="cpu")
     one, other = numbers[:front] % vocabulary, (3 * numbers[:front] + 1) % vocabulary
     asked = (numbers[front:] * 5 + 2) % vocabulary
     rows = [(one, asked), (other, asked), (asked, one)]

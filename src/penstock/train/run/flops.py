@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.checkpoint.processes import Processes
+from penstock.devices import accelerator
 from penstock.pipeline import Pipeline
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatch
@@ -104,8 +105,8 @@ def peak_flops(config: TrainConfig) -> tuple[float, str] | None:
     half = config.pipeline.precision != "fp32"
     if config.logging.peak_flops is not None:
         return config.logging.peak_flops, "logging.peak_flops"
-    if torch.cuda.is_available():  # not run here: no GPU
-        device = torch.cuda.get_device_name()
+    if (kind := accelerator()) is not None:
+        device = getattr(torch.get_device_module(kind), "get_device_name", lambda: kind)()
         found = next((row for row in PEAKS if row[0].lower() in device.lower()), None)
         return None if found is None else (found[1] if half else found[2], f"{found[0]}, data sheet")
     return _measured(torch.bfloat16 if config.pipeline.precision == "bf16" else torch.float32), "measured"
@@ -113,7 +114,7 @@ def peak_flops(config: TrainConfig) -> tuple[float, str] | None:
 
 def _measured(dtype: torch.dtype) -> float:
     """The fastest of a few matrix products on this process's threads; takes some hundredths of a second."""
-    left, right = torch.ones(SIZE, SIZE, dtype=dtype), torch.ones(SIZE, SIZE, dtype=dtype)
+    left, right = torch.ones(SIZE, SIZE, dtype=dtype, device="cpu"), torch.ones(SIZE, SIZE, dtype=dtype, device="cpu")
     times = []
     for _ in range(TRIALS):
         begin = time.perf_counter()

@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from penstock.devices import accelerator
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -154,9 +156,9 @@ def of_time(seconds: float) -> str:
 
 
 def memory_now() -> int:
-    """Bytes that this process has in memory; on a GPU, what tensors have taken there at most."""
-    if torch.cuda.is_available():  # not run here: no GPU
-        return int(torch.cuda.max_memory_allocated())
+    """Return the bytes that this process has in memory; on an accelerator, what tensors have taken there at most."""
+    if accelerator() is not None:
+        return int(torch.accelerator.max_memory_allocated())
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):

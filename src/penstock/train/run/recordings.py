@@ -13,9 +13,8 @@ import statistics
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
 from penstock.checkpoint.disk.plain_files import read_plain, write_whole
+from penstock.devices import accelerator
 from penstock.pipeline import Pipeline
 from penstock.schedule import Timeline
 from penstock.schedule.files.timeline_json import to_json
@@ -113,8 +112,8 @@ def _subject(timeline: Timeline) -> str:
 
 
 def _ranks_here(config: TrainConfig) -> int:
-    """Ranks that share this host's cores; 0 where they compute on GPUs."""
-    if torch.cuda.is_available():
+    """Ranks that share this host's cores; 0 where they compute on an accelerator."""
+    if accelerator() is not None:
         return 0
     if config.pipeline.workers == "threads":
         return config.pipeline.ranks

@@ -36,7 +36,7 @@ from penstock.runtime.transport.layout.layout import Book, Frame, Layout, flatte
 from penstock.runtime.transport.layout.tensor_places import whole_lines
 
 SMALL_SENDS = 4  # messages of one frame that may wait for longer than others: one wait is for all of them
-_END = torch.ones(1, dtype=torch.uint8)
+_END = torch.ones(1, dtype=torch.uint8, device="cpu")
 
 
 class DistributedOutgoing(Outgoing):
@@ -152,7 +152,7 @@ class DistributedOutgoing(Outgoing):
             earlier.append(transfers.send_tensor(filler, connection, self._expected.tag, channel, microbatch))
         work = self._send_last(microbatch, frame, predicted, earlier)
         tag = self._expected.following_tag(self.count)
-        note = torch.zeros(1, dtype=torch.uint8)
+        note = torch.zeros(1, dtype=torch.uint8, device="cpu")
         receipt = Transfer(note, transfers.receive(note, connection, tag, channel, microbatch), False)
         following = Transfer(body, transfers.send(body, connection, tag, channel, microbatch), False)
         end = None

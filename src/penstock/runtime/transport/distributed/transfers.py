@@ -38,7 +38,7 @@ SLACK_SECONDS = (
 
 GOODBYE_TIME = timedelta(seconds=1)  # in which the end of a peer's process closes its connections
 
-_HERE = torch.ones(1, dtype=torch.uint8)
+_HERE = torch.ones(1, dtype=torch.uint8, device="cpu")
 
 
 class PeerConnection(NamedTuple):
@@ -86,7 +86,7 @@ class BackendTransfers:
         Gloo connects ranks in one call that nothing ends but its timeout; so first each waits for the other in a way
         that the watch can end.
         """
-        first, note = self.connection(peer), torch.zeros(1, dtype=torch.uint8)
+        first, note = self.connection(peer), torch.zeros(1, dtype=torch.uint8, device="cpu")
         with self.watch.own.connecting("for their second connection"):
             works = [self.receive(note, first, tag), self.send(_HERE, first, tag)]
             for work in works:
@@ -109,7 +109,7 @@ class BackendTransfers:
         """Whose fault it is that a second connection could not be made: the peer's, if its first one is closed."""
         peer = first.rank
         try:
-            first.backend.recv([torch.zeros(1, dtype=torch.uint8)], first.number, tag).wait(GOODBYE_TIME)
+            first.backend.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], first.number, tag).wait(GOODBYE_TIME)
         except RuntimeError as closed:
             if not _timed_out(closed):
                 cause = f"{CONNECTION_CLOSED} while rank {self.rank} waited for their second connection"

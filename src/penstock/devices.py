@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -63,6 +63,32 @@ def to_device(value: Any, device: torch.device | None) -> Any:
         return value
     behind = on_accelerator(device)
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=behind), value)
+
+
+_COPYING: dict[torch.device, torch.Stream] = {}  # of this process: one beside the kernels of each device
+
+
+@contextmanager
+def copying(device: torch.device) -> Iterator[Callable[[Any], Any]]:
+    """Yield a `to_device` whose copies run beside the kernels that are queued; after the block, the stream has them.
+
+    Copies from pinned memory are under way while the host goes on; others do not wait for kernels either.
+    """
+    if not on_accelerator(device):
+        yield partial(to_device, device=device)
+        return
+    here = torch.accelerator.current_stream(device)
+    beside = _COPYING.get(device) or _COPYING.setdefault(device, torch.Stream(device=device))
+
+    def moved(tensor: Tensor) -> Tensor:
+        copy = tensor.to(device, non_blocking=True)
+        if copy is not tensor:
+            copy.record_stream(here)
+        return copy
+
+    with beside:
+        yield partial(pytree.tree_map_only, Tensor, moved)
+    here.wait_stream(beside)
 
 
 def backends() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from penstock.devices import to_device
+from penstock.devices import copying
 from penstock.errors import ModelError, RunError, UsageError
 from penstock.pipeline.call_arguments import check_call, check_loss_kwargs, positional
 from penstock.pipeline.deployment import Deployment
@@ -213,13 +213,14 @@ class Batches:
             return batch
 
         def moved(named: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
-            return (to_device(value, device) if self._reads(rank, name) else value for name, value in named)
+            return (copied(value) if self._reads(rank, name) else value for name, value in named)
 
-        args = [tuple(moved(enumerate(each))) for each in batch.args]
-        kwargs = [dict(zip(each, moved(each.items()), strict=True)) for each in batch.kwargs]
-        targets, loss_kwargs = batch.targets, batch.loss_kwargs
-        if self._is_last(rank):
-            targets, loss_kwargs = to_device((targets, loss_kwargs), device)
+        with copying(device) as copied:
+            args = [tuple(moved(enumerate(each))) for each in batch.args]
+            kwargs = [dict(zip(each, moved(each.items()), strict=True)) for each in batch.kwargs]
+            targets, loss_kwargs = batch.targets, batch.loss_kwargs
+            if self._is_last(rank):
+                targets, loss_kwargs = copied((targets, loss_kwargs))
         return Batch(args, kwargs, targets, loss_kwargs, batch.rows, batch.has_target)
 
     def _fingerprint(self, call: Call) -> FingerprintedBatch | None:

@@ -54,6 +54,15 @@ def as_caller(device: torch.device, streams: Iterable[torch.Stream], default: to
         yield
 
 
+def device_memory() -> int | None:
+    """Return the bytes that the smallest device of the accelerator has; None where torch cannot ask it."""
+    try:
+        found = [torch.accelerator.get_memory_info(index)[1] for index in range(torch.accelerator.device_count())]
+        return min(found, default=None)
+    except (RuntimeError, AttributeError):  # not every kind has this
+        return None
+
+
 def to_device(value: Any, device: torch.device | None) -> Any:
     """Return the value with its tensors on a device; None leaves them where they are.
 

@@ -122,4 +122,6 @@ class Construction:
             torch.accelerator.set_device_index(device.index)
         kind = accelerator()
         own = kind is not None and serves(self.world.group, kind)
-        self.settings["kind of device (one for all, where tensors travel by its own backend)"] = device.type if own else "any"
+        self.settings["kind of device (one for all, where tensors travel by its own backend)"] = (
+            device.type if own else "any"
+        )

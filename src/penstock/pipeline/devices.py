@@ -78,7 +78,7 @@ def own_index() -> int:
     if processes > count:
         raise UsageError(
             f"{processes} processes on this host share {count} devices, and each needs one of its own; start "
-            f"{count} processes, or pass devices=['cpu', ...] to run on the CPU"
+            f'{count} processes, or pass devices=None (in penstock train: pipeline.device = "cpu") to run on the CPU'
         )
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     current = torch.accelerator.current_device_index() if bound is None else bound.index

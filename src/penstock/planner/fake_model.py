@@ -28,6 +28,7 @@ from penstock.planner.counting import CannotCount, OperationCounter
 from penstock.planner.profile import Profile, Unit, owners_of_parameters, profile_model
 from penstock.train.build import build_model, gpt_options
 from penstock.train.config.consistent import check_model
+from penstock.train.config.device import precision_of
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE, is_function
 from penstock.train.data.batches import open_data
@@ -57,7 +58,7 @@ def profile_config(config: TrainConfig, software: Software) -> Profile:
     """The profile of what a configuration trains."""
     check_model(config)
     short, real = _shortened(config)
-    half = HALVES.get(config.pipeline.precision)
+    half = HALVES.get(precision_of(config))
     source = config.model.source
     with FakeTensorMode(allow_non_fake_inputs=True):
         with _named(f"model.source: {source} cannot be built without memory"):
@@ -89,7 +90,7 @@ def profile_module(
 ) -> Profile:
     """The profile of a module, or of what a function builds; rows are as `example` shows them."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    half = HALVES.get(config.pipeline.precision)
+    half = HALVES.get(precision_of(config))
     with fake:
         if isinstance(model, nn.Module):
             built = _without_memory(model, fake)

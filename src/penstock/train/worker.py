@@ -33,6 +33,7 @@ from penstock.parallel.mesh import mesh as make_mesh
 from penstock.pipeline import Pipeline
 from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.consistent import processes_of, stages_of
+from penstock.train.config.device import device_of
 from penstock.train.config.elastic import describe_layout, layout_for
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatches
@@ -198,7 +199,9 @@ def _group(config: TrainConfig, store: Any, rank: int, count: int) -> Iterator[N
         torch.set_num_threads(max(1, cores))
     limit = timedelta(seconds=max(CONNECT_SECONDS, config.pipeline.timeout))  # all are there: they have one prefix
     with joining(store, rank, count, "all"):
-        dist.init_process_group(backends(), store=store, rank=rank, world_size=count, timeout=limit)
+        dist.init_process_group(
+            backends() if device_of(config) else "gloo", store=store, rank=rank, world_size=count, timeout=limit
+        )
     yield
     dist.destroy_process_group()  # only after a run that ended well: else a peer may be stuck in a collective
 
@@ -233,7 +236,9 @@ def _mesh(config: TrainConfig) -> Any:
     replicas, tp = config.mesh.replicas, config.mesh.tp
     if replicas * tp == 1:
         return None
-    return make_mesh(pp=config.pipeline.ranks, dp=replicas, tp=tp, inner=config.mesh.inner)
+    return make_mesh(
+        pp=config.pipeline.ranks, dp=replicas, tp=tp, inner=config.mesh.inner, device=device_of(config) or "cpu"
+    )
 
 
 def log_as(config: TrainConfig, rank: int) -> None:

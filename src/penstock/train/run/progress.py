@@ -19,8 +19,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from penstock.devices import accelerator
-
 
 @dataclass(frozen=True)
 class Reading:
@@ -156,9 +154,9 @@ def of_time(seconds: float) -> str:
 
 
 def memory_now() -> int:
-    """Return the bytes that this process has in memory; on an accelerator, what tensors have taken there at most."""
-    if accelerator() is not None:
-        return int(torch.accelerator.max_memory_allocated())
+    """Return the bytes that this process has in memory; if it uses an accelerator, the most that tensors took there."""
+    if used := sum(map(torch.accelerator.max_memory_allocated, range(torch.accelerator.device_count()))):
+        return used
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):

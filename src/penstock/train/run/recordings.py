@@ -14,10 +14,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from penstock.checkpoint.disk.plain_files import read_plain, write_whole
-from penstock.devices import accelerator
 from penstock.pipeline import Pipeline
 from penstock.schedule import Timeline
 from penstock.schedule.files.timeline_json import to_json
+from penstock.train.config.device import device_of
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.run_folder import RunFolder
 from penstock.view.account import account
@@ -113,7 +113,7 @@ def _subject(timeline: Timeline) -> str:
 
 def _ranks_here(config: TrainConfig) -> int:
     """Ranks that share this host's cores; 0 where they compute on an accelerator."""
-    if accelerator() is not None:
+    if device_of(config) is not None:
         return 0
     if config.pipeline.workers == "threads":
         return config.pipeline.ranks

@@ -19,6 +19,7 @@ ROOMS = [
     "errors",
     "rules",
     "reading",
+    "devices",
     "schedule",
     "messages",
     "files",

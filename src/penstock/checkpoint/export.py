@@ -125,7 +125,7 @@ class _Export:
     def _value_of(self, entry: TensorEntry) -> Tensor:
         name = self._names[entry.key]
         if self._base is not None:
-            value = torch.empty(entry.shape, dtype=entry.dtype)
+            value = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
             self._base(name, value)
             layer, _, last = name.rpartition(".")
             name = f"{layer}.base_layer.{last}"  # as it is called where there is an adapter beside it

@@ -1,4 +1,4 @@
-"""The random generators of this process, as plain values: torch's, CUDA's, Python's and numpy's if it is loaded."""
+"""The random generators of this process, as plain values: torch's, Python's, and numpy's if it is loaded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from penstock.devices import accelerator, generators
 
 
 def _numpy() -> Any:
@@ -29,8 +31,8 @@ def states_of_generators() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
+        "accelerator": [accelerator(), [each.get_state() for each in generators()]],
+        "python": [version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), gauss],
     }
     if numpy := _numpy():
         found["numpy"] = _exchanged(numpy.random.get_state(legacy=False), numpy.ndarray, torch.from_numpy)
@@ -40,22 +42,30 @@ def states_of_generators() -> dict[str, Any]:
 def check_states(states: dict[str, Any]) -> None:
     """Refuse states that no generator takes: they are given to generators that nobody uses."""
     torch.Generator().set_state(states["torch"])
-    for state in states["cuda"]:
+    for state in _of_devices(states)[1]:
         if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8:
-            raise ValueError(f"the state of a CUDA generator is {str(state)[:40]}, not bytes")
+            raise ValueError(f"the state of a device's generator is {str(state)[:40]}, not bytes")
     random.Random().setstate(_of_python(states))
     if "numpy" in states and (numpy := _numpy()):
         copy.deepcopy(numpy.random.mtrand._rand).set_state(_of_numpy(states))  # of the same kind
 
 
 def restore_generators(states: dict[str, Any]) -> None:
-    """Put them back; CUDA's only where there are as many devices."""
+    """Put them back; those of devices only where there are as many of the same kind."""
     torch.set_rng_state(states["torch"])
-    if states["cuda"] and torch.cuda.is_available() and len(states["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["cuda"])  # not run here: no GPU
+    kind, known = _of_devices(states)
+    if kind == accelerator() and len(known) == len(generators()):
+        for generator, state in zip(generators(), known, strict=True):
+            generator.set_state(state)
     random.setstate(_of_python(states))
     if "numpy" in states and (numpy := _numpy()):
         numpy.random.set_state(_of_numpy(states))
+
+
+def _of_devices(states: dict[str, Any]) -> tuple[str | None, list[Any]]:
+    """Return the kind of accelerator, and the states of its generators."""
+    kind, known = states["accelerator"] if "accelerator" in states else ("cuda", states["cuda"])
+    return kind, known
 
 
 def _of_python(states: dict[str, Any]) -> tuple[Any, ...]:

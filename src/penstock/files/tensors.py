@@ -92,7 +92,7 @@ class Body:
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
-        self._flat = torch.empty(0, dtype=torch.uint8)
+        self._flat = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def fill(self, layout: FileLayout, value_of: Callable[[TensorEntry], Tensor]) -> None:
         """Copy every entry into its place; memory is asked for only where there is not enough."""
@@ -102,7 +102,10 @@ class Body:
 
     def reserve(self, size: int) -> None:
         if self._flat.numel() < size:
-            self._flat, self._memory = torch.empty(0, dtype=torch.uint8), None  # given back before more is asked for
+            self._flat, self._memory = (
+                torch.empty(0, dtype=torch.uint8, device="cpu"),
+                None,
+            )  # given back before more is asked for
             self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 self._memory.madvise(mmap.MADV_HUGEPAGE)  # a fault for 2 MiB and not for 4 KiB

@@ -11,10 +11,11 @@ from torch.autograd import forward_ad
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
+from penstock.devices import accelerator
 from penstock.errors import ModelError, UsageError
 from penstock.model.original.wrappers import refuse_compiled_model
 from penstock.pipeline import arguments
-from penstock.pipeline.arguments import check_gpus
+from penstock.pipeline.devices import check_devices
 from penstock.rules import ArgumentRule, check_rules, choice, is_count
 from penstock.runtime.batch.batch_options import BatchOptions
 
@@ -82,12 +83,14 @@ def as_devices(devices: Any) -> list[torch.device] | None:
     try:
         if isinstance(devices, str):
             raise TypeError
-        found = [torch.device("cuda", each) if is_count(each) else torch.device(each) for each in devices]
+        found = [
+            torch.device(accelerator() or "cuda", each) if is_count(each) else torch.device(each) for each in devices
+        ]
     except (RuntimeError, TypeError):
         raise UsageError(
             f"devices={devices!r}: pass one device for each stage, such as ['cuda:0', 'cuda:1'], or range(2)"
         ) from None
-    check_gpus(found)
+    check_devices(found)
     return found
 
 

@@ -157,7 +157,7 @@ class Stages(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Any, *sources: Tensor) -> Tensor:
         ctx.call = call
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     @staticmethod
     @once_differentiable
@@ -180,4 +180,4 @@ class Outputs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor]:
         ctx.call.arrived = gradients
-        return None, torch.zeros(())
+        return None, torch.zeros((), device="cpu")

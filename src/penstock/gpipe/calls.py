@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.devices import to_device
 from penstock.errors import PeerFailure, RunError
 from penstock.gpipe.attached_stage import AttachedStage, Outputs, Stages, WeightVersions, check_weights, muted
 from penstock.model.replay.modes import in_modes
@@ -26,7 +27,7 @@ from penstock.runtime.batch.outputs import merge
 from penstock.runtime.engine.ranks import LocalRanks
 from penstock.runtime.engine.step_input import StepInput
 from penstock.runtime.loss.shares import Shares
-from penstock.runtime.state.randomness import StepCounter
+from penstock.runtime.state.randomness import Compute, StepCounter
 from penstock.runtime.transport import ThreadTransport
 from penstock.schedule import Action, Op, Schedule, build, lower, verify
 from penstock.schedule.lowering.gather import gather
@@ -131,7 +132,7 @@ class ForwardCall:
         assert last is not None
         outputs: list[Any] = last.computations.output()
         if calls.ranks.thread_randomness.draw:
-            torch.rand(())  # the next call shall have other random numbers
+            torch.rand((), device="cpu")  # the next call shall have other random numbers
         calls.ranks.end_batch()
         if attached:
             self._keep()
@@ -253,7 +254,7 @@ class ForwardCall:
 
     # -- either
 
-    def _run(self, half: int, inputs: dict[int, StepInput], alone: frozenset[tuple[int, int]] = frozenset()) -> None:
+    def _run(self, half: int, inputs: dict[int, StepInput], alone: frozenset[Compute] = frozenset()) -> None:
         """One half; an error of a stage comes out as it was raised there, with the place added."""
         program = self._programs[half]
         try:
@@ -283,7 +284,7 @@ def _piece(leaf: Any, device: torch.device | None) -> Any:
     """A leaf of a stage's own for a piece of the model's input."""
     if not isinstance(leaf, Tensor):
         return leaf
-    moved = leaf if device is None else leaf.to(device, non_blocking=leaf.is_cuda)
+    moved = to_device(leaf, device)
     return moved.detach().requires_grad_() if leaf.requires_grad else moved
 
 

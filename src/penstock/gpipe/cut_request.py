@@ -95,5 +95,5 @@ def cut_another_path(model: nn.Module, split: StagedModel, example: Example) -> 
 
 def _stages_by_itself(model: nn.Module) -> int:
     """How many stages where nothing says so: one for each GPU, or for each core there is."""
-    many = torch.cuda.device_count() or min(len(os.sched_getaffinity(0)), MOST_BY_ITSELF)
+    many = torch.accelerator.device_count() or min(len(os.sched_getaffinity(0)), MOST_BY_ITSELF)
     return max(1, min(many, len(model) if isinstance(model, nn.Sequential) else many))

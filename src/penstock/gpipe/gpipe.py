@@ -219,8 +219,8 @@ class GPipe(nn.Module):
         self.__dict__.update(_calls=None, _others=[], _serves=LruCache())
         split = self._cut(first)
         split.warn()
-        if self.devices is None and torch.cuda.device_count() >= split.stages > 1:
-            self.__dict__["devices"] = [torch.device("cuda", number) for number in range(split.stages)]
+        if self.devices is None and torch.accelerator.device_count() >= split.stages > 1:
+            self.__dict__["devices"] = as_devices(range(split.stages))
         calls = self._attach(split)
         self.__dict__.update(_calls=calls, _cut_from=self._what_is_cut())
         return calls

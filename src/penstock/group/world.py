@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from penstock.devices import backends
 from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
 from penstock.group.agreement import agree
 from penstock.group.facts import compared
@@ -99,7 +100,7 @@ class World:
             found: World = rehearsed()
             return found
         if group is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+            dist.init_process_group(backends())
         if group is None and dist.is_initialized() and (dist.get_world_size() > 1 or transport is not None):
             group = dist.group.WORLD
         if group is None:
@@ -137,15 +138,13 @@ class World:
                 f"{reason}, but the group has {self.size} processes; start torchrun with {wanted} processes"
             )
 
-    def transports(self, ranks: int, devices: Sequence[torch.device | str] | None) -> Sequence[Transport]:
-        """One transport for each rank that lives in this process."""
-        if devices is not None and len(devices) != ranks:
-            raise UsageError(f"{len(devices)} devices for {ranks} ranks; pass one for each rank")
+    def transports(self, ranks: int, devices: Mapping[int, torch.device]) -> Sequence[Transport]:
+        """Return one transport for each rank that lives in this process; `devices` has the local ranks' own."""
         if self.size is None:
-            return ThreadTransport.group(ranks, timeout=self.timeout, devices=devices)
-        return [self._connect(None if devices is None else devices[dist.get_rank(self.group)])]
+            return ThreadTransport.group(ranks, timeout=self.timeout, devices=list(map(devices.get, range(ranks))))
+        return [self._connect(next(iter(devices.values()), None))]
 
-    def _connect(self, device: torch.device | str | None) -> Transport:
+    def _connect(self, device: torch.device | None) -> Transport:
         assert self.size is not None
         name = self.requested_transport or next(iter(ON_PROCESSES))
         options: dict[str, Any] = {"coordinator": 0, "device": device}  # no rank can begin a step without rank 0

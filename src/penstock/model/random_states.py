@@ -9,33 +9,46 @@ import threading
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
-TorchState = tuple[Tensor, list[Tensor]]  # of the CPU; of every GPU
-_ONE_AT_A_TIME = threading.RLock()  # threads that ask torch for the state of its generator, or set it
+from penstock.devices import CPU, generator_of, generators
+
+TorchState = tuple[Tensor, list[Tensor]]  # of the CPU; of every device of the accelerator
+_ONE_AT_A_TIME = threading.RLock()  # threads that ask torch for the state of a generator, or set it
 
 
-def torch_state() -> Tensor:
-    """`torch.get_rng_state()`, for code that other threads may run at the same moment.
+class _Held(threading.local):
+    """What the code on a thread has of the generators, where several threads take turns on them."""
+
+    def __init__(self) -> None:
+        # By device, those it has: alone, or (quietly) beside others that draw nothing either.
+        self.quietly: dict[torch.device, bool] = {}
+
+
+HELD = _Held()
+
+
+def torch_state(generator: Generator = torch.default_generator) -> Tensor:
+    """Return a generator's state, in code that other threads may run at the same moment.
 
     torch holds a lock of its own while it makes the tensor. That may collect garbage, and so run any Python code, which
     lets another thread go on. If that one asks for the state too, it waits for torch's lock without letting go of
     Python's, and neither ever ends. Here it waits for one of Python's own locks instead.
     """
     with _ONE_AT_A_TIME:
-        return torch.get_rng_state()
+        return generator.get_state()
 
 
-def set_torch_state(state: Tensor) -> None:
-    """`torch.set_rng_state()`, for code that other threads may run at the same moment."""
+def set_torch_state(state: Tensor, generator: Generator = torch.default_generator) -> None:
+    """Set a generator's state, in code that other threads may run at the same moment."""
     with _ONE_AT_A_TIME:
-        torch.set_rng_state(state)
+        generator.set_state(state)
 
 
-def seed_torch(seed: int) -> None:
-    """Seed the generator of the CPU, where other threads may do so at the same moment."""
+def seed_torch(seed: int, generator: Generator = torch.default_generator) -> None:
+    """Seed a generator, in code that other threads may run at the same moment."""
     with _ONE_AT_A_TIME:
-        torch.default_generator.manual_seed(seed)
+        generator.manual_seed(seed)
 
 
 def generators_of(model: nn.Module, everywhere: bool) -> list[Any]:
@@ -88,13 +101,18 @@ def put_back(states: tuple[Any, Any, TorchState]) -> None:
         sys.modules["numpy"].random.set_state(array)
 
 
+def _in_use() -> list[Generator]:
+    """Return the generators of devices that the code on this thread may draw from; those of other ranks are not."""
+    return [generator_of(device) for device in HELD.quietly if device != CPU] if HELD.quietly else generators()
+
+
 def random_state() -> TorchState:
-    """The states of torch's generators, on the CPU and on every GPU."""
-    return torch_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    """Return the states of torch's generators, on the CPU and on every device that this thread may draw on."""
+    return torch_state(), [torch_state(each) for each in _in_use()]
 
 
 def restore_random(state: TorchState) -> None:
     """Put back what `random_state` found."""
     set_torch_state(state[0])
-    if state[1]:  # not run here: no GPU
-        torch.cuda.set_rng_state_all(state[1])
+    for generator, known in zip(_in_use(), state[1], strict=True):
+        set_torch_state(known, generator)

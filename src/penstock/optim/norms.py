@@ -70,10 +70,10 @@ def join_norms(norms: Iterable[NormAnswer], order: float) -> Tensor:
         if each is not None:
             known.append(each)
     if not known:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     if len(known) == 1:
-        return torch.tensor(known[0][0], dtype=known[0][1])
-    each_norm = torch.tensor([norm for norm, _ in known], dtype=torch.float64)
+        return torch.tensor(known[0][0], dtype=known[0][1], device="cpu")
+    each_norm = torch.tensor([norm for norm, _ in known], dtype=torch.float64, device="cpu")
     total = each_norm.sum() if order == 0 else torch.linalg.vector_norm(each_norm, order)  # of order 0: a count
     return total.to(reduce(torch.promote_types, (dtype for _, dtype in known)))
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from penstock.devices import device_types
 from penstock.errors import UsageError
 
 NAMES = {
@@ -27,7 +28,6 @@ NAMES = {
     "fp32": torch.float32,
     "float32": torch.float32,
 }
-KINDS = ("cpu", "cuda")
 Modes = tuple[tuple[str, torch.dtype | None], ...]  # kind of device, and the dtype of its autocast; None: off
 
 
@@ -63,7 +63,7 @@ class Precision:
 
 def caller_precision() -> Precision | None:
     """The autocast that this thread is under, if it is under one."""
-    modes = tuple((kind, torch.get_autocast_dtype(kind)) for kind in KINDS if torch.is_autocast_enabled(kind))
+    modes = tuple((kind, torch.get_autocast_dtype(kind)) for kind in device_types() if torch.is_autocast_enabled(kind))
     return Precision(modes, torch.is_autocast_cache_enabled()) if modes else None
 
 

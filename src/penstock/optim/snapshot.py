@@ -240,7 +240,7 @@ def _product(parameter: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _random(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(length, dtype=dtype, generator=torch.Generator().manual_seed(0)).to(device)
+    return torch.randn(length, dtype=dtype, generator=torch.Generator().manual_seed(0), device="cpu").to(device)
 
 
 def _flat(value: Any) -> tuple[list[Any], Any]:

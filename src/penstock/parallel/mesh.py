@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from penstock.devices import accelerator, backends
 from penstock.errors import UsageError
 from penstock.group.joining import joining
 from penstock.rules import is_count
@@ -36,7 +37,7 @@ def mesh(
         pp: Ranks per pipeline.
         dp: Replicas of the pipeline.
         tp: Processes that share the tensors of a stage.
-        device: The type of device, such as `"cuda"`. By default, the GPU if there is one, otherwise the CPU.
+        device: The type of device, such as `"cuda"`. By default, the accelerator if there is one, otherwise the CPU.
         inner: The axis after `tp`: `"dp"`, or `"pp"`, with which the ranks of a pipeline are closer than replicas.
     """
     if inner not in ("dp", "pp"):
@@ -60,7 +61,7 @@ def mesh(
             f"{_product(sizes)} = {prod(sizes.values())} processes, but there are {world}; start "
             f"{prod(sizes.values())} of them, or pass sizes whose product is {world}"
         )
-    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = device or accelerator() or "cpu"
     order = AXES if inner == "dp" else ("dp", "pp", "tp")
     shape = tuple(sizes[name] for name in order)
     if dist.get_backend() != "gloo" or world == 1:
@@ -107,7 +108,7 @@ def _start_world(sizes: dict[str, int]) -> None:
             f"{_product(sizes)} needs {needed} processes, but this process runs alone; start it with "
             f"torchrun --nproc-per-node {needed}, or leave mesh= out to run all ranks in one process"
         )
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group(backends())
 
 
 @dataclass(frozen=True)

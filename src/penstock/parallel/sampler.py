@@ -77,7 +77,7 @@ class ReplicaSampler(Sampler[list[int]]):
         count = len(self.data)
         if self.shuffle:
             made = torch.Generator().manual_seed(self.seed + self.epoch)
-            order = torch.randperm(count, generator=made).tolist()
+            order = torch.randperm(count, generator=made, device="cpu").tolist()
         else:
             order = list(range(count))
         for number in range(len(self)):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.devices import to_device
 from penstock.errors import ParityError, UsageError
 from penstock.model.cut import cut_model
 from penstock.model.cut_options import CutOptions
@@ -32,6 +33,7 @@ from penstock.parity_check.tensor_trace import TensorTrace, watching_stages
 from penstock.parity_check.uncut import check_close, compare_uncut, largest, uncut
 from penstock.pipeline import Pipeline
 from penstock.pipeline.batches import Call
+from penstock.pipeline.devices import home_of
 from penstock.runtime.backward.saved_graph import FreshGradients
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Batch, plain_example
@@ -42,7 +44,7 @@ from penstock.runtime.loss.reading import read_loss
 from penstock.runtime.loss.shares import BatchShares
 from penstock.runtime.state.batch_norm import Statistics, prepare_batch_norm
 from penstock.runtime.state.phase import Phase
-from penstock.runtime.state.randomness import randomness, unit_stream
+from penstock.runtime.state.randomness import RankGenerators, randomness
 from penstock.schedule import Op
 
 STEPS = 2
@@ -115,13 +117,19 @@ def parity(
         for _ in range(3)
     )
     with Pipeline(piped, **options) as pipe:
-        for each in (own, single):
+        home = pipe.deployment.devices.get(pipe.deployment.placement.rank_of(0))  # of the plain loop, which has one
+        for each, its_loss in ((own, own_loss_fn), (single, single_loss_fn)):
             prepare_batch_norm(each, pipe.batches.options.batch_norm)
+            for module in (*(each if isinstance(each, Sequence) else [each]), module_of(its_loss)):
+                if home is not None and module is not None:
+                    module.to(home)
+        args, kwargs, target, loss_kwargs = to_device((args, kwargs, target, loss_kwargs or {}), home)
+        cut["example"] = to_device(cut["example"], home)
         plain = cut_model(own, pipeline.get("stages"), **cut)
         if plain.recut is not None and plain.cuts != pipe.deployment.staged.cuts:  # the pipeline's placement had a say
             plain = plain.recut(pipe.deployment.staged.cuts)
         batch = pipe.batches.microbatches_of(
-            Call("step()", args, kwargs, target, loss_kwargs or {}, outputs=False, training=True)
+            Call("step()", args, kwargs, target, loss_kwargs, outputs=False, training=True)
         )
         expected, found = TensorTrace(plain), TensorTrace(pipe.deployment.staged)
         whole = uncut(plain, single, cut)
@@ -159,8 +167,10 @@ def _run_plain(pipe: Pipeline, split: StagedModel, batch: Batch, trace: TensorTr
 def _accumulate(
     pipe: Pipeline, split: StagedModel, batch: Batch, trace: TensorTrace, precision: Precision | None, loss_fn: Any
 ) -> None:
+    generators = RankGenerators()
+    generators.draw_on(home_of(part.module for part in split.parts))
     for part in split.parts:
-        part.around = unit_stream
+        part.around = generators.unit_stream
     fresh = [FreshGradients(part.module) for part in split.parts]  # which autograd itself does not see to
     for step in range(STEPS):
         for each in fresh:
@@ -177,7 +187,7 @@ def _accumulate(
                 share = 0.0 if found is None else found[number]
                 roots = [(loss, share), *((value, 1.0 / pipe.microbatches) for value in extra)]
                 roots = [(root, seed) for root, seed in roots if root.requires_grad and seed]
-                seeds = [torch.tensor(seed, dtype=torch.float64).to(root) for root, seed in roots]
+                seeds = [torch.tensor(seed, dtype=torch.float64, device="cpu").to(root) for root, seed in roots]
                 for each in fresh:
                     each.before()
                 torch.autograd.backward([root for root, _ in roots], seeds)

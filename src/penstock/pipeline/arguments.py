@@ -16,6 +16,7 @@ from penstock.model.original.wrappers import refuse_compiled_model, refuse_wrapp
 from penstock.optim.precision import precision_of
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.pipeline.call_arguments import check_loss_fn
+from penstock.pipeline.devices import AUTO, check_devices
 from penstock.rules import ArgumentRule, check_rules, choice, is_count, is_number
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.lengths import ByTokens
@@ -30,7 +31,7 @@ def check_arguments(model: Any, given: Mapping[str, Any]) -> None:
     """Raise for the first of the arguments, by name, that cannot work."""
     precision_of(given["precision"])
     check_rules(given, RULES)
-    check_gpus(given["devices"])
+    check_devices(given["devices"])
     check_loss(given["loss_fn"], given["loss_options"])
     refuse_wrapped_model(model)
     refuse_compiled_model(model)
@@ -48,13 +49,6 @@ def check_arguments(model: Any, given: Mapping[str, Any]) -> None:
         raise UsageError(
             f"CutOptions(speeds=) helps to find a cut, but {why} already where to cut; leave one of them out"
         )
-
-
-def check_gpus(devices: Sequence[Any] | None) -> None:
-    """Devices that torch does not see here are an error of the call."""
-    named = [str(device) for device in devices or () if torch.device(device).type == "cuda"]
-    if named and not torch.cuda.is_available():
-        raise UsageError(f"devices has {named[0]}, but torch sees no GPU here; leave devices= out to run on the CPU")
 
 
 def with_plan(given: dict[str, Any]) -> dict[str, Any]:
@@ -117,7 +111,7 @@ def _is_timeout(value: Any) -> bool:
 
 def _are_devices(value: Any) -> bool:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        return False
+        return value == AUTO
     try:
         return all(torch.device(device) is not None for device in value)
     except (RuntimeError, TypeError):
@@ -177,7 +171,7 @@ RULES = {
         lambda value: hasattr(value, "mesh_dim_names") and hasattr(value, "get_group"),
         "pass a DeviceMesh with an axis named 'pp'",
     ),
-    "devices": ArgumentRule(_are_devices, "pass one device for each rank, such as ['cuda:0', 'cuda:1']"),
+    "devices": ArgumentRule(_are_devices, "pass 'auto', or one device for each rank, such as ['cuda:0', 'cuda:1']"),
     "loss_options": _value_of(LossOptions),
     "batch_options": _value_of(BatchOptions),
     "cut_options": _value_of(CutOptions),

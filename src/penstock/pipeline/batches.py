@@ -6,14 +6,13 @@ still takes part in the step, so that the other ranks hear of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from penstock.devices import copying
 from penstock.errors import ModelError, RunError, UsageError
 from penstock.pipeline.call_arguments import check_call, check_loss_kwargs, positional
 from penstock.pipeline.deployment import Deployment
@@ -155,7 +154,7 @@ class Batches:
         if training:
             self._check_trains()
         batch = self._carried(call, count) if self.options.inputs == "first" else self._checked(call, count)
-        batches = {rank: _on_device(batch, deployment.devices.get(rank)) for rank in ranks.executors}
+        batches = {rank: self._on_device(batch, rank) for rank in ranks.executors}
         check = None
         if ranks.last is None or call.reduce is not None:
             shares = Shares(count, 1.0 / count)
@@ -203,19 +202,39 @@ class Batches:
         )
 
     def _needed_by(self, call: Call, rank: int) -> tuple[Any, ...]:
-        """What the stages of a rank need of a call: arguments, keyword arguments, target, those of the loss."""
-        deployment = self.deployment
-        parts = [deployment.staged.parts[stage] for stage in deployment.placement.stages_of(rank)]
-        is_last = parts[-1].index == deployment.staged.stages - 1
-        weighed = is_last and any(map(self.weighing.looks_at, range(len(call.args))))
-        args = call.args if weighed or any(part.reads_inputs for part in parts) else ()
-        kwargs = {
-            name: value
-            for name, value in call.kwargs.items()
-            if (is_last and self.weighing.looks_at(name))
-            or any(part.takes is None or name in part.takes for part in parts)
-        }
-        return (args, kwargs, call.target, dict(call.loss_kwargs)) if is_last else (args, kwargs, None, {})
+        """Return what a rank needs of a call: arguments, keyword arguments, target, those of the loss."""
+        args = call.args if any(self._reads(rank, place) for place in range(len(call.args))) else ()
+        kwargs = {name: value for name, value in call.kwargs.items() if self._reads(rank, name)}
+        return (args, kwargs, call.target, dict(call.loss_kwargs)) if self._is_last(rank) else (args, kwargs, None, {})
+
+    def _is_last(self, rank: int) -> bool:
+        return self.deployment.placement.rank_of(self.deployment.staged.stages - 1) == rank
+
+    def _reads(self, rank: int, name: str | int) -> bool:
+        """Return whether a stage of a rank, or the weighing of its losses, reads this argument."""
+        if self._is_last(rank) and self.weighing.looks_at(name):
+            return True
+        parts = [self.deployment.staged.parts[stage] for stage in self.deployment.placement.stages_of(rank)]
+        if isinstance(name, int):
+            return any(part.index == 0 or part.reads_inputs for part in parts)
+        return any(part.takes is None or name in part.takes for part in parts)
+
+    def _on_device(self, batch: Batch, rank: int) -> Batch:
+        """The batch with what a rank reads on the rank's device."""
+        device = self.deployment.devices.get(rank)
+        if device is None:
+            return batch
+
+        def moved(named: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
+            return (copied(value) if self._reads(rank, name) else value for name, value in named)
+
+        with copying(device) as copied:
+            args = [tuple(moved(enumerate(each))) for each in batch.args]
+            kwargs = [dict(zip(each, moved(each.items()), strict=True)) for each in batch.kwargs]
+            targets, loss_kwargs = batch.targets, batch.loss_kwargs
+            if self._is_last(rank):
+                targets, loss_kwargs = copied((targets, loss_kwargs))
+        return Batch(args, kwargs, targets, loss_kwargs, batch.rows, batch.has_target)
 
     def _fingerprint(self, call: Call) -> FingerprintedBatch | None:
         """On processes: checksums of what this rank was given; of all numbers until a call of its kind succeeds."""
@@ -370,22 +389,3 @@ class Batches:
                     f"loss_fn needs goes by target= or in loss_kwargs={{...}})"
                 )
         self._checked_keywords.add(names)
-
-
-def _on_device(batch: Batch, device: torch.device | None) -> Batch:
-    if device is None or device.type == "cpu":
-        return batch
-
-    moved: dict[int, Tensor] = {}  # what all microbatches share stays one tensor
-
-    def moved_once(tensor: Tensor) -> Tensor:
-        if id(tensor) not in moved:
-            moved[id(tensor)] = tensor.to(device, non_blocking=True)
-        return moved[id(tensor)]
-
-    def move(value: Any) -> Any:
-        return pytree.tree_map_only(Tensor, moved_once, value)
-
-    return Batch(
-        move(batch.args), move(batch.kwargs), move(batch.targets), move(batch.loss_kwargs), batch.rows, batch.has_target
-    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from penstock.devices import CPU, accelerator, on_accelerator, to_device
 from penstock.group.choose_schedule import choose_schedule
 from penstock.group.searched_cut import searched_cut
 from penstock.group.world import World
@@ -19,6 +20,7 @@ from penstock.optim.precision import precision_of
 from penstock.parallel.composition import Composition
 from penstock.pipeline.arguments import alike, first_count
 from penstock.pipeline.deployment import Deployment
+from penstock.pipeline.devices import devices_of_ranks, home_of, serves
 from penstock.pipeline.programs import Programs
 from penstock.runtime.batch.microbatch import plain_example
 from penstock.runtime.engine.ranks import LocalRanks
@@ -76,11 +78,17 @@ class Construction:
                 measures=self.measures,
                 search=None if self._searched is None else self._searched.cuts,
             ),
-            example=plain_example(asked.example),
+            example=self._example(),
             split_at=asked.split_at,
             options=asked.cut_options,
         )
         return replace(cut, loss=loss_holding(asked.loss_fn, cut))
+
+    def _example(self) -> Any:
+        """The example without marks, on the device where the model is."""
+        model = self._given.model
+        home = home_of(model if isinstance(model, Sequence) else [model])
+        return to_device(plain_example(self._given.example), home if on_accelerator(home) else None)
 
     def deploy(self, staged: StagedModel) -> Deployment:
         """The stages on their ranks, with the programs that run them."""
@@ -94,8 +102,9 @@ class Construction:
             lambda always: whole_stages(staged.parts, always=always),
         )
         counter = StepCounter(torch.initial_seed() if asked.seed is None else asked.seed)
-        places = {rank: torch.device(device) for rank, device in enumerate(asked.devices or ())}
-        transports = self.world.transports(chosen.ranks, asked.devices)
+        places = devices_of_ranks(asked.devices, staged, chosen.placement, self.world)
+        self._take_device(places)
+        transports = self.world.transports(chosen.ranks, places)
         if isinstance(self.world.transport, DistributedTransport):
             composition.name_axes(self.world.transport)
         local = LocalRanks(staged, chosen.placement, transports, counter, places)
@@ -103,3 +112,16 @@ class Construction:
         local.keeps_casts = composition.replicate != "fsdp"
         deployment = Deployment(self.world, staged, programs, local, counter, places)
         return deployment
+
+    def _take_device(self, places: Mapping[int, torch.device]) -> None:
+        """Make this process's device its current one; ranks state its kind, which must be that of their backend."""
+        if self.world.size is None:
+            return
+        device = next(iter(places.values()), CPU)
+        if on_accelerator(device):
+            torch.accelerator.set_device_index(device.index)
+        kind = accelerator()
+        own = kind is not None and serves(self.world.group, kind)
+        self.settings["kind of device (one for all, where tensors travel by its own backend)"] = (
+            device.type if own else "any"
+        )

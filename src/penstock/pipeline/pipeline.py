@@ -69,7 +69,9 @@ class Pipeline:
         ranks: Number of ranks when they are threads. By default, as many as the schedule's family needs.
         group: The process group of the pipeline's ranks. By default, all processes.
         mesh: A `DeviceMesh` with an axis `pp`, and `dp` and `tp` for replicas and tensor parallelism.
-        devices: One device per rank, to which its stages move. By default, they stay where they are.
+        devices: One device per rank, to which its stages move. By default (`"auto"`), a model that is on the CPU goes
+            to the accelerator if there is one: a process takes the device of its local rank, and ranks that are
+            threads take one each. `None` leaves it where it is.
         transport: `"threads"`, `"shared"` (shared memory on one host) or `"distributed"` (`torch.distributed`). By
             default, the fastest that works for each link.
         recompute: Which microbatches run their forward again in the backward, to save memory: none (`"never"`), all but
@@ -103,7 +105,7 @@ class Pipeline:
         ranks: int | None = None,
         group: Any = None,
         mesh: Any = None,
-        devices: Sequence[torch.device | str] | None = None,
+        devices: Sequence[torch.device | str] | str | None = "auto",
         transport: str | None = None,
         recompute: str = "never",
         precision: str | torch.dtype | None = None,

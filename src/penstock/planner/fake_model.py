@@ -28,6 +28,7 @@ from penstock.planner.counting import CannotCount, OperationCounter
 from penstock.planner.profile import Profile, Unit, owners_of_parameters, profile_model
 from penstock.train.build import build_model, gpt_options
 from penstock.train.config.consistent import check_model
+from penstock.train.config.device import precision_of
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE, is_function
 from penstock.train.data.batches import open_data
@@ -57,7 +58,7 @@ def profile_config(config: TrainConfig, software: Software) -> Profile:
     """The profile of what a configuration trains."""
     check_model(config)
     short, real = _shortened(config)
-    half = HALVES.get(config.pipeline.precision)
+    half = HALVES.get(precision_of(config))
     source = config.model.source
     with FakeTensorMode(allow_non_fake_inputs=True):
         with _named(f"model.source: {source} cannot be built without memory"):
@@ -89,7 +90,7 @@ def profile_module(
 ) -> Profile:
     """The profile of a module, or of what a function builds; rows are as `example` shows them."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    half = HALVES.get(config.pipeline.precision)
+    half = HALVES.get(precision_of(config))
     with fake:
         if isinstance(model, nn.Module):
             built = _without_memory(model, fake)
@@ -151,7 +152,7 @@ def _shown(value: Any) -> str:
 def _rows_like(value: Any, rows: int) -> Any:
     if not isinstance(value, Tensor) or not value.dim():
         return value
-    return torch.zeros(rows, *value.shape[1:], dtype=value.dtype, requires_grad=False)
+    return torch.zeros(rows, *value.shape[1:], dtype=value.dtype, requires_grad=False, device="cpu")
 
 
 def _without_memory(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
@@ -199,7 +200,7 @@ def _example(config: TrainConfig, rows: int) -> tuple[tuple[Any, ...], dict[str,
         given = (batch.args, batch.kwargs, batch.target)
         args, kwargs, target = pytree.tree_map(lambda each: _rows_like(each, rows), given)
         return args, kwargs, target
-    ids = torch.zeros(rows, config.data.sequence, dtype=torch.int64)
+    ids = torch.zeros(rows, config.data.sequence, dtype=torch.int64, device="cpu")
     if config.model.source.startswith(HUGGINGFACE):
         return (), {"input_ids": ids}, torch.zeros_like(ids)
     return (ids,), {}, torch.zeros_like(ids)

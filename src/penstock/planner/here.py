@@ -300,7 +300,7 @@ def _rows(batch: DataBatch, count: int) -> DataBatch:
     def cut(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.dim():
             return value
-        return value[torch.arange(count) % len(value)]
+        return value[torch.arange(count, device="cpu") % len(value)]
 
     args, kwargs, target = pytree.tree_map(cut, (batch.args, batch.kwargs, batch.target))
     return DataBatch(args, kwargs, target, batch.tokens)

@@ -98,7 +98,7 @@ def gradient_of(output: int, gradients: Sequence[int]) -> int:
 
 def loss_of(output: int, target: object = None) -> Tensor:
     """The loss of a microbatch."""
-    return torch.tensor(float(output % _LOSSES), dtype=torch.float64)
+    return torch.tensor(float(output % _LOSSES), dtype=torch.float64, device="cpu")
 
 
 def plain_loop(topology: Topology, microbatches: int, step: int, training: bool) -> tuple[list[float], list[int]]:

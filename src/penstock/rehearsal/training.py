@@ -132,7 +132,7 @@ class ProcessTime(VirtualTime):
     """Virtual time for tasks that use torch: each has the state of its own process and thread while it runs."""
 
     def wait(self, until: float = float("inf")) -> None:
-        grad, generator, holding = torch.is_grad_enabled(), torch.get_rng_state(), swap_holding(None)
+        grad, generator, holding = torch.is_grad_enabled(), torch.get_rng_state(), swap_holding({})
         torch._C._set_grad_enabled(True)
         try:
             super().wait(until)

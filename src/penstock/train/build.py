@@ -20,6 +20,7 @@ from penstock.pipeline import Pipeline
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.schedule import Schedule
 from penstock.train.config.consistent import stages_of
+from penstock.train.config.device import device_of, precision_of
 from penstock.train.config.read import checked
 from penstock.train.config.settings import GPTOptions, TrainConfig
 from penstock.train.config.source import HUGGINGFACE, call_source, is_function
@@ -113,7 +114,8 @@ def build_pipeline(
         mesh=mesh,
         transport=transport,
         recompute=options.recompute,
-        precision=options.precision,
+        devices="auto" if device_of(config) else None,
+        precision=precision_of(config),
         timeout=options.timeout,
         seed=config.seed,
         batch_options=split_of(config.data),

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.devices import device_memory
 from penstock.errors import PenstockError
 from penstock.model.balance.profile import Weight
 from penstock.model.cut import cut_model
@@ -24,6 +25,7 @@ from penstock.parallel.tensor_parallel.tensor_plan import plan_of
 from penstock.pipeline import Pipeline
 from penstock.schedule import Costs, Schedule, Timeline, simulate
 from penstock.train.build import build_model, build_pipeline, example_of
+from penstock.train.config.device import device_of, on_cpu, precision_of
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import libraries_of
 from penstock.train.data.batch import DataBatch, DataBatches
@@ -52,6 +54,8 @@ class DryRun:
         Memory, ...
     ]  # by rank of a pipeline, or one of all that are threads; without activations where they could not be measured
     notes: tuple[str, ...] = ()  # how the memory may differ from the run's
+    on_device: bool = False  # whether the memory is that of an accelerator's devices
+    limit: int | None = None  # bytes that one of these has, where it can be asked
 
     def text(self, width: int | None = None) -> str:
         lines = [self.table, f"data      {self.data}", "", self.schedule.draw(width=width), ""]
@@ -64,17 +68,28 @@ class DryRun:
             idle += ", with equal stages (the model could not be measured here)"
         lines.append(idle)
         peak = max(row.process for row in self.memory)
-        lines.append(
-            f"predicted memory, at most {peak / 1e6:,.0f} MB in a process: its tensors, the copy that a checkpoint "
-            f"is written from, and what Python and torch take by themselves"
-        )
+        if self.on_device:
+            of = "" if self.limit is None else f" of the {self.limit / 1e6:,.0f} MB there are"
+            lines.append(f"predicted memory, at most {peak / 1e6:,.0f} MB{of} on a device: its tensors")
+            if self.limit is not None and peak > self.limit:
+                lines.append(
+                    "that does not fit: take more pipeline.ranks, more pipeline.microbatches or a smaller data.batch, "
+                    'or set pipeline.recompute = "always"'
+                )
+        else:
+            lines.append(
+                f"predicted memory, at most {peak / 1e6:,.0f} MB in a process: its tensors, the copy that a checkpoint "
+                f"is written from, and what Python and torch take by themselves"
+            )
         lines += self.notes
         in_threads = len(self.memory) < self.schedule.ranks
         return "\n".join([*lines, "", memory_table(self.memory, ["all"] if in_threads else None)])
 
 
 def make_plan(config: TrainConfig) -> DryRun:
-    """Build the pipeline of a configuration, and measure its pieces."""
+    """Build the pipeline of a configuration, and measure its pieces, on the CPU."""
+    on_device = device_of(config) is not None
+    config = on_cpu(config)
     data = open_data(config)
     check_validation(config, data)
     batch = data.first().share(0, config.mesh.replicas)
@@ -93,10 +108,20 @@ def make_plan(config: TrainConfig) -> DryRun:
         if stages is not None:
             times = [sum(weight.milliseconds for weight in weights) / 3 for weights in stages]
             timeline = simulate(schedule, Costs(forward=times, input=times, weight=times))
-        memory = _memory(config, pipe, peaks)
+        memory = _memory(config, pipe, peaks, on_device)
         notes = tuple(memory_notes(config, data, largest))
         words = "\n".join(filter(None, [data.words, position_warning(model, data)]))
-        return DryRun(f"{table}\n\n{how}", words, schedule, timeline, stages is not None, memory, notes)
+        return DryRun(
+            f"{table}\n\n{how}",
+            words,
+            schedule,
+            timeline,
+            stages is not None,
+            memory,
+            notes,
+            on_device,
+            device_memory(),
+        )
 
 
 def _second_step(config: TrainConfig, data: DataBatches) -> DataBatch:
@@ -133,13 +158,16 @@ def _zeros(name: str, tensor: Tensor) -> None:
     tensor.zero_()
 
 
-def _memory(config: TrainConfig, pipe: Pipeline, peaks: list[StepPeaks] | None) -> tuple[Memory, ...]:
-    """By rank of one pipeline, the others being alike; ranks that are threads of one process are one row."""
+def _memory(config: TrainConfig, pipe: Pipeline, peaks: list[StepPeaks] | None, on_device: bool) -> tuple[Memory, ...]:
+    """By rank of one pipeline, the others being alike; ranks that are threads of one process are one row.
+
+    On devices, a rank has no more than its tensors there.
+    """
     placement, ranks = pipe.schedule.placement, pipe.schedule.ranks
     divided = _divided(config, pipe)
     rows = []
     forked = config.pipeline.workers == "processes"
-    base = process_bytes(libraries_of(config), _code_of(pipe), config, forked=forked)
+    base = 0.0 if on_device else process_bytes(libraries_of(config), _code_of(pipe), config, forked=forked)
     for rank in range(ranks):
         own = [each for each in pipe.deployment.staged.holdings() if placement.rank_of(each.stage) == rank]
         weights, trained, average = _weights(own, config, divided)
@@ -150,10 +178,10 @@ def _memory(config: TrainConfig, pipe: Pipeline, peaks: list[StepPeaks] | None) 
         if peaks is not None:
             active, together = peaks[rank].activations + exchanged, peaks[rank].with_gradients + exchanged
         copy = 0.0
-        if config.checkpoint.async_save:
+        if config.checkpoint.async_save and not on_device:  # that copy is in the memory of the host
             copy = (trained if left_out(config) else weights) + state
         rows.append(rank_memory(weights, trained, state, active, alone=0.0, copy=copy, together=together))
-    if config.pipeline.workers == "threads":
+    if config.pipeline.workers == "threads" and not on_device:
         rows = [_together(rows)]
     return tuple(replace(row, process=base + row.process) for row in rows)
 
@@ -209,7 +237,7 @@ def _measured(config: TrainConfig, pipe: Pipeline, example: object) -> list[tupl
     if is_lazy(model):
         model = _with_memory(model)
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    dtype = kinds.get(config.pipeline.precision)
+    dtype = kinds.get(precision_of(config))
     try:
         with torch.autocast("cpu", dtype=dtype) if dtype is not None else nullcontext():
             found = cut_model(model, split.stages, balance="time", example=example)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.files.adapters import is_adapter
 from penstock.pipeline import StepResult
+from penstock.train.config.device import device_of
 from penstock.train.config.source import HUGGINGFACE
 from penstock.train.data.batch import DataBatch
 from penstock.train.loss import shares_of
@@ -57,7 +58,7 @@ class Steps:
         for number in range(begin, begin + count):
             batch = self._state.data.at(number)
             self.mark = batch.mark(self.mark)
-            yield batch
+            yield batch if device_of(self._config) is None else batch.pinned()
 
     def _train(self, step: int) -> Trained:
         state, passes = self._state, self._config.training.accumulate

@@ -26,12 +26,14 @@ from penstock.checkpoint.checkpointer import Checkpointer
 from penstock.checkpoint.disk.plain_files import create
 from penstock.checkpoint.generators import seed_generators
 from penstock.checkpoint.processes import Processes
+from penstock.devices import backends
 from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.group.joining import joining
 from penstock.parallel.mesh import mesh as make_mesh
 from penstock.pipeline import Pipeline
 from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.consistent import processes_of, stages_of
+from penstock.train.config.device import device_of
 from penstock.train.config.elastic import describe_layout, layout_for
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatches
@@ -197,10 +199,11 @@ def _group(config: TrainConfig, store: Any, rank: int, count: int) -> Iterator[N
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores))
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     limit = timedelta(seconds=max(CONNECT_SECONDS, config.pipeline.timeout))  # all are there: they have one prefix
     with joining(store, rank, count, "all"):
-        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
+        dist.init_process_group(
+            backends() if device_of(config) else "gloo", store=store, rank=rank, world_size=count, timeout=limit
+        )
     yield
     dist.destroy_process_group()  # only after a run that ended well: else a peer may be stuck in a collective
 
@@ -235,7 +238,9 @@ def _mesh(config: TrainConfig) -> Any:
     replicas, tp = config.mesh.replicas, config.mesh.tp
     if replicas * tp == 1:
         return None
-    return make_mesh(pp=config.pipeline.ranks, dp=replicas, tp=tp, inner=config.mesh.inner)
+    return make_mesh(
+        pp=config.pipeline.ranks, dp=replicas, tp=tp, inner=config.mesh.inner, device=device_of(config) or "cpu"
+    )
 
 
 def log_as(config: TrainConfig, rank: int) -> None:

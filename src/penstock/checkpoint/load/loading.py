@@ -167,7 +167,7 @@ class _Restoring:
 
     def rehearse(self) -> None:
         """Read all plain values once, before anything is changed: what cannot be read is an error now."""
-        most, nothing = self._contents.bytes, torch.empty(0)
+        most, nothing = self._contents.bytes, torch.empty(0, device="cpu")
         asked = 0
 
         def stand_in(key: str) -> Tensor:

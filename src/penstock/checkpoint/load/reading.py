@@ -76,7 +76,7 @@ class CheckpointContents:
     def tensor(self, key: str) -> Tensor:
         """One whole tensor, on the CPU."""
         found = self._of(key)
-        goal = torch.empty(found.size, dtype=found.dtype)
+        goal = torch.empty(found.size, dtype=found.dtype, device="cpu")
         for chunk in found.chunks:
             name, sizes = self._homes[key, chunk.offsets]
             try:

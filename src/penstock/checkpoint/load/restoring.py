@@ -209,7 +209,7 @@ def _room_for(key: str, saved: Mapping[str, Any], parameter: Tensor, options: Ma
     if shape == tuple(parameter.shape) and isinstance(parameter, DTensor):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     if not shape and key.endswith(".step") and not (options.get("capturable") or options.get("fused")):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.empty(shape, dtype=dtype, device=parameter.device)
 
 

@@ -61,7 +61,7 @@ class _CustomReducer:
     reduce_fn: Callable[[Any, Any], Any]
 
 
-sum_reducer = _CustomReducer(torch.tensor(0.0), torch.add)
+sum_reducer = _CustomReducer(torch.tensor(0.0, device="cpu"), torch.add)
 
 
 def dims_of(spec: Any) -> Any:

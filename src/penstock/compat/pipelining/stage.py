@@ -213,7 +213,7 @@ class RemoteStage(nn.Module):
         own = dict(self.named_parameters(remove_duplicate=False))
         found = {} if destination is None else destination
         for name, shape, dtype in self._listed:
-            value = own[name] if name in own else torch.zeros((), dtype=dtype).expand(shape)
+            value = own[name] if name in own else torch.zeros((), dtype=dtype, device="cpu").expand(shape)
             found[prefix + name] = value if keep_vars else value.detach()
         return found
 

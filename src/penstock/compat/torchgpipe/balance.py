@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.compat.torchgpipe.errors import WrongTypeError
+from penstock.devices import accelerator
 from penstock.errors import UsageError
 from penstock.model.balance.measure import measure
 from penstock.model.balance.partition import counts_of, partition
@@ -100,7 +101,7 @@ def _check(partitions: int, module: Any) -> None:
 
 def _layer_by_layer(module: nn.Sequential, value: Any, device: Device | None) -> Iterator[tuple[nn.Module, Any]]:
     """A copy of each layer in training mode, and what it is called with; skips wait as in a forward of the model."""
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    where = torch.device(device if device is not None else accelerator() or "cpu")
     value = _leaves(pytree.tree_map_only(Tensor, lambda tensor: tensor.to(where), value))
     table: dict[Any, Any] = {}
     state = random_state()

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from penstock.compat.torchgpipe.errors import BalanceError, TooFewDevicesError, WrongTypeError
 from penstock.compat.torchgpipe.skip import verify_skippables
+from penstock.devices import accelerator
 from penstock.errors import ModelError
 from penstock.gpipe import gpipe
 from penstock.gpipe.arguments import CALL_RULES, as_devices
@@ -165,7 +166,7 @@ def _counts(module: nn.Sequential, balance: Iterable[int]) -> list[int]:
 def _placed(devices: Iterable[Any] | None, partitions: int) -> list[torch.device]:
     """A device for each partition; without any said, GPUs, or the CPU where there is none."""
     if devices is None:
-        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ["cpu"] * partitions
+        devices = range(torch.accelerator.device_count()) if accelerator() else ["cpu"] * partitions
     placed = as_devices(devices) or []
     if len(placed) < partitions:
         raise TooFewDevicesError(f"{partitions} partitions need as many devices; there are {len(placed)}")

@@ -85,7 +85,7 @@ def joined_logs(result: StepResult, batch: Any, count: int) -> dict[str, Number]
     The loss is the batch's own; any other number is the mean over microbatches, each by its rows.
     """
     losses = [float(each) for each in result.losses]
-    rows = [len(piece) for piece in torch.arange(rows_of(batch)).tensor_split(count)]
+    rows = [len(piece) for piece in torch.arange(rows_of(batch), device="cpu").tensor_split(count)]
     found = {}
     for name, (value, options) in result.output["logged"].items():
         each_value = value if isinstance(value, list) else [value] * count

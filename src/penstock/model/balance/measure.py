@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.devices import accelerator
 from penstock.errors import ModelError
 from penstock.model.counted_runs import DRY, run_as
 from penstock.model.random_states import random_state, restore_random
@@ -224,8 +225,8 @@ def _clock() -> Iterator[Callable[[], float]]:
         schedstat = -1
 
     def now() -> float:
-        if torch.cuda.is_available():  # not run here: no GPU
-            torch.cuda.synchronize()
+        if accelerator() is not None:
+            torch.accelerator.synchronize()
         waited = int(os.pread(schedstat, 100, 0).split()[1]) * 1e-9 if schedstat >= 0 else 0.0
         return perf_counter() - waited
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.devices import device_types
 from penstock.errors import ModelError
 from penstock.model.export.capture import Capture, capture
 from penstock.model.export.containers import Arguments, as_contiguous, is_channels_last, put_together, take_apart
@@ -44,7 +45,7 @@ def all_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _autocast() -> Any:
-    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types())
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ def _others(tensors: Sequence[Any]) -> Iterator[list[Any]]:
     chance = torch.Generator().manual_seed(SEED)
 
     def mixed(tensor: Tensor) -> Tensor:
-        order = torch.randperm(tensor.numel(), generator=chance).to(tensor.device)
+        order = torch.randperm(tensor.numel(), generator=chance, device="cpu").to(tensor.device)
         moved = tensor.detach().flatten()[order].view(tensor.shape)
         if moved.is_floating_point():
             moved = moved * 0.875

@@ -114,8 +114,10 @@ class Replicas(Replication):
         link = self._link
         if link is None:
             return lambda: weight
-        parts = [torch.zeros(1, dtype=torch.float64) for _ in range(link.size)]
-        work = dist.all_gather(parts, torch.tensor([weight], dtype=torch.float64), group=link.group, async_op=True)
+        parts = [torch.zeros(1, dtype=torch.float64, device="cpu") for _ in range(link.size)]
+        work = dist.all_gather(
+            parts, torch.tensor([weight], dtype=torch.float64, device="cpu"), group=link.group, async_op=True
+        )
         self._total = (parts, work)
         return self._summed
 

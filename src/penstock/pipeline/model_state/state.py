@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 class ModelState:
     """The model's values in this process. `without_values`: names of parameters that were built lazily, so far."""
 
-    nothing = nn.Parameter(torch.empty(0))  # stands for no parameter; never has a gradient
+    nothing = nn.Parameter(torch.empty(0, device="cpu"))  # stands for no parameter; never has a gradient
 
     def __init__(self, deployment: Deployment, keep_model: bool) -> None:
         self.deployment = deployment

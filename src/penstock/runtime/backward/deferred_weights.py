@@ -15,7 +15,7 @@ Here the split is made in the forward, where it is cheap::
                           and the one that arrives is kept     so every hook fires, once per microbatch
 
 `DeferringMode` (`deferring_mode`) fills a `DeferredWeights` during the forward; the operations are in `products`.
-Backward may run on threads of autograd's own (it does on CUDA), so nothing here is thread-local.
+Backward may run on threads of autograd's own (it does on accelerators), so nothing here is thread-local.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class _DetachedOutput(torch.autograd.Function):
         return None, None, None
 
 
-_ANCHOR = torch.zeros((), requires_grad=True)
+_ANCHOR = torch.zeros((), requires_grad=True, device="cpu")
 
 
 @dataclass(eq=False)

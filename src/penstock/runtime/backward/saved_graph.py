@@ -274,7 +274,7 @@ def _is_a_part(tensor: Tensor) -> bool:
 
 def _references_of_listed() -> int:
     """How many references Python counts where `_fit_gradients` looks at a gradient that nothing else refers to."""
-    gradients = [torch.empty(0)]
+    gradients = [torch.empty(0, device="cpu")]
     for gradient in gradients:
         return sys.getrefcount(gradient)
     raise AssertionError

@@ -5,8 +5,8 @@ rows of their own, by their number in the world, would so train inputs against t
 fails. So on processes every rank says in every step what it was given, argument by argument: one checksum each, of
 names, shapes, dtypes, plain values and numbers. All numbers count in a pipeline's first step, and of tensors up to
 `WHOLE` bytes always. Of a larger one, some count that are spread over it, others in each step, and the sum of all: that
-of whole numbers as it is, that of fractions by whether it is finite, so that a single NaN shows. Tensors on another
-device than the CPU are read at the end of the step, when nothing waits for it.
+of whole numbers as it is, that of fractions by whether it is finite, so that a single NaN shows. Of tensors on another
+device than the CPU, copies are on their way while the step runs, and are read at its end.
 
 Where checksums differ, `FingerprintedBatch.details` has what is behind them: fractions may differ by what devices round
 differently (a teacher's output, for one). See `comparison`.
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.devices import on_accelerator
 from penstock.messages import plain
 from penstock.runtime.batch.microbatch import Shared
 
@@ -42,7 +43,7 @@ SUMMED = {  # the dtypes that torch can sum, and in which dtype it does
     **dict.fromkeys((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), torch.int64),
 }
 
-_PARTS = torch.arange(SAMPLE)
+_PARTS = torch.arange(SAMPLE, device="cpu")
 
 BatchFingerprint = tuple[bool, dict["Key", int]]  # whether all numbers count, and the checksum of each argument
 Key = int | str | tuple[str, str]  # of an argument: its position, its name, or ("loss", its name among loss_kwargs)
@@ -69,20 +70,20 @@ class _TensorSample:
 
     def __init__(self, path: str, words: str, kept: Tensor, total: Tensor | None = None, whole: int = 0) -> None:
         self._path, self._words = path, words
-        self._kept = kept  # of all numbers or of some, a copy
-        self._total = total
         self._whole = whole  # a checksum of all, where only some are kept
-        self.pending = not kept.is_cpu
+        # Of all numbers or of some, a copy; from a device into memory that it writes while the host goes on.
+        self._kept = kept.to("cpu", non_blocking=True)
+        self._total = None if total is None else total.to("cpu", non_blocking=True)
 
     def checksum(self, start: int) -> int:
         words, exact = self._read()
-        return zlib.crc32(f"{self._path} {words} {exact} {self._whole}".encode(), _checksum(self._kept.cpu(), start))
+        return zlib.crc32(f"{self._path} {words} {exact} {self._whole}".encode(), _checksum(self._kept, start))
 
     def detail(self) -> Detail:
         words, exact = self._read()
         if self._kept.is_floating_point():
             return Detail(self._path, words, numbers=tuple(self._kept.double().flatten().tolist()))
-        return Detail(self._path, words, _checksum(self._kept.cpu(), exact ^ self._whole))
+        return Detail(self._path, words, _checksum(self._kept, exact ^ self._whole))
 
     def _read(self) -> tuple[str, int]:
         """In words, and the sum of whole numbers."""
@@ -95,17 +96,27 @@ class _TensorSample:
 class FingerprintedBatch:
     """All that one rank was given for one step, by argument."""
 
-    def __init__(self, leaves: Mapping[Key, Sequence[Detail | _TensorSample]], whole: bool) -> None:
+    def __init__(
+        self, leaves: Mapping[Key, Sequence[Detail | _TensorSample]], whole: bool, devices: Iterable[torch.device] = ()
+    ) -> None:
         self.whole = whole  # whether all numbers count
         self._leaves = leaves
+        # On the devices that copies come from, when these are complete.
+        self._copied = [torch.accelerator.current_stream(device).record_event() for device in devices]
 
     @property
     def pending(self) -> bool:
-        """Whether some of it is still to be read from a device."""
-        return any(isinstance(leaf, _TensorSample) and leaf.pending for each in self._leaves.values() for leaf in each)
+        """Whether devices may not have come to their copies yet."""
+        return bool(self._copied)
+
+    def _arrive(self) -> None:
+        """Wait for what devices copy."""
+        while self._copied:
+            self._copied.pop().synchronize()
 
     def fingerprint(self) -> BatchFingerprint:
         """What goes into the report of a step."""
+        self._arrive()
         found = {}
         for name, leaves in self._leaves.items():
             checksum = 0
@@ -119,6 +130,7 @@ class FingerprintedBatch:
 
     def details(self, names: Iterable[Key] | None = None) -> dict[Key, list[Detail]]:
         """What is behind the checksums of these arguments, of those that were given; by default, of all."""
+        self._arrive()
         return {
             name: [leaf if isinstance(leaf, Detail) else leaf.detail() for leaf in self._leaves[name]]
             for name in (self._leaves if names is None else names)
@@ -134,13 +146,13 @@ def fingerprint_batch(
     named.update(kwargs)
     named["target"] = target
     named.update({("loss", name): value for name, value in loss_kwargs.items()})
+    given = {name: list(_leaves(value, "")) for name, value in named.items() if value is not None}
+    every = (leaf for leaves in given.values() for _, leaf in leaves)
+    devices = {leaf.device for leaf in every if isinstance(leaf, Tensor) and on_accelerator(leaf.device)}
     return FingerprintedBatch(
-        {
-            name: [_sample_leaf(path, leaf, turn, whole) for path, leaf in _leaves(value, "")]
-            for name, value in named.items()
-            if value is not None
-        },
+        {name: [_sample_leaf(path, leaf, turn, whole) for path, leaf in leaves] for name, leaves in given.items()},
         whole,
+        devices,
     )
 
 

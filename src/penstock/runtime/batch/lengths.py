@@ -48,7 +48,7 @@ class LengthPlan:
     @cached_property
     def index(self) -> tuple[Tensor, ...]:
         """The rows of each microbatch, to select them by."""
-        return tuple(torch.tensor(rows) for rows in self.rows)
+        return tuple(torch.tensor(rows, device="cpu") for rows in self.rows)
 
     @cached_property
     def inverse(self) -> Tensor:
@@ -164,8 +164,12 @@ def _read(label: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[in
     found = value.detach().cpu()
     if found.dim() == 2:
         valid = found != 0
-        places = torch.arange(1, found.shape[1] + 1)
-        found = torch.where(valid, places, 0).amax(1) if found.shape[1] else torch.zeros(len(found), dtype=torch.int64)
+        places = torch.arange(1, found.shape[1] + 1, device="cpu")
+        found = (
+            torch.where(valid, places, 0).amax(1)
+            if found.shape[1]
+            else torch.zeros(len(found), dtype=torch.int64, device="cpu")
+        )
     if found.dim() != 1 or found.is_floating_point() or found.dtype is torch.bool or not len(found):
         raise ModelError(
             f"{said} has shape {tuple(found.shape)} and dtype {found.dtype}; by_tokens takes one whole number per row, "

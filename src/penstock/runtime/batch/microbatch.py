@@ -218,7 +218,7 @@ class Splitter:
 
     def indices(self, rows: int) -> Sequence[Tensor]:
         """The numbers of each microbatch's rows."""
-        return torch.arange(rows).tensor_split(self.count)
+        return torch.arange(rows, device="cpu").tensor_split(self.count)
 
     def _cut_rowed(self, label: str | int, value: Any) -> Sequence[Any]:
         rows = rows_of_rowed(value)

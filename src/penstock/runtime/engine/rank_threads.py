@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from penstock.devices import as_caller, on_accelerator
 from penstock.errors import PeerFailure
 from penstock.messages.clock import daemon
 from penstock.runtime.engine.executor import Executor
@@ -80,14 +81,17 @@ class RankThreads:
         given: Mapping[int, StepInput],
         wall_start: WallStart | None,
         variables: contextvars.Context,
+        homes: Mapping[int, torch.device],
     ) -> list[StepReport]:
-        """The program on all ranks; every rank's report, or the one failure that ended it."""
-        threads = torch.get_num_threads()
+        """Run the program on all ranks, on these devices; return their reports, or raise the failure that ended it."""
+        threads, default = torch.get_num_threads(), torch.get_default_device()
+        streams = [torch.accelerator.current_stream(each) for each in set(homes.values()) if on_accelerator(each)]
 
         def work(executor: Executor) -> list[StepReport]:
             if torch.get_num_threads() != threads:  # the user's number is known to the thread that gave it, until asked
                 torch.set_num_threads(threads)
-            return executor.run(program, given[executor.rank], wall_start=wall_start, together=True).reports()
+            with as_caller(homes[executor.rank], streams, default):
+                return executor.run(program, given[executor.rank], wall_start=wall_start, together=True).reports()
 
         futures: dict[int, Future[list[StepReport]]] = {}
         errors: list[BaseException] = []

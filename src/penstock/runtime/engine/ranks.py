@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 
+from penstock.devices import CPU
 from penstock.errors import RunError, UsageError
 from penstock.model.original.changes import Changes
 from penstock.model.part import StagePart
@@ -32,12 +33,13 @@ from penstock.runtime.engine.stage import Stage
 from penstock.runtime.engine.step_input import Refused, StepInput
 from penstock.runtime.state.dual_levels import notice_dual_levels
 from penstock.runtime.state.randomness import (
-    GeneratorLock,
+    Compute,
+    RankGenerators,
     StageRandomness,
     StepCounter,
     ThreadRandomness,
+    generators_of_step,
     seeded,
-    unit_stream,
 )
 from penstock.runtime.state.transaction import Transaction
 from penstock.runtime.transport import Transport
@@ -45,8 +47,6 @@ from penstock.runtime.transport.compiling import listen_to_dynamo
 from penstock.runtime.transport.failure.peer_failures import stopped_by_force
 from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.schedule import Placement, Schedule
-
-GENERATOR_LOCK = GeneratorLock()  # torch has one generator in a process, so there is one of these
 
 
 @contextmanager
@@ -83,7 +83,8 @@ class LocalRanks:
         self._takes_turns = len(transports) > 1 or stage_type.attached
         if self._takes_turns:
             notice_dual_levels()
-        self.thread_randomness = ThreadRandomness(GENERATOR_LOCK, counter.seed_for, self._patience.waits)
+        self.thread_randomness = ThreadRandomness(counter.seed_for, self._patience.waits)
+        self._generators = {transport.rank: RankGenerators() for transport in transports}
         self._threads: RankThreads | None = None  # of ranks that are threads, from their first step on
         self.executors: dict[int, Executor] = {}
         for transport in transports:
@@ -91,14 +92,14 @@ class LocalRanks:
             stages = {
                 index: stage_type(
                     staged.parts[index],
-                    self._randomness(staged.parts[index], devices.get(rank)),
+                    self._randomness(staged.parts[index], rank),
                     is_last=index == staged.stages - 1,
                     loss=staged.loss.module if staged.loss is not None and staged.loss.stage == index else None,
                 )
                 for index in placement.stages_of(rank)
             }
             for index, stage in stages.items():
-                stage.part.around = unit_stream
+                stage.part.around = self._generators[rank].unit_stream
                 others = (part for part in staged.parts if part.index != index and not part.reads_inputs)
                 stage.guarded.others_take = () if stage.part.reads_inputs else [part.takes for part in others]
             mailbox = Mailbox(rank, placement, staged.topology, transport)
@@ -132,10 +133,10 @@ class LocalRanks:
         after.precision, after.keeps_casts = self.precision, self.keeps_casts
         return after
 
-    def _randomness(self, part: StagePart, device: torch.device | None) -> StageRandomness:
+    def _randomness(self, part: StagePart, rank: int) -> StageRandomness:
         if self._takes_turns:
-            return self.thread_randomness.of(part.index, part.stream, part.module, device)
-        return seeded(self.counter, part.stream, device)
+            return self.thread_randomness.of(part.index, part.stream, part.module, self._generators[rank])
+        return seeded(self.counter, part.stream, self._generators[rank])
 
     @contextmanager
     def in_call(self, call: str, in_loop: bool = False) -> Iterator[None]:
@@ -154,7 +155,7 @@ class LocalRanks:
                     transport.abort(stopped_by_force(transport.rank))
 
     @contextmanager
-    def step(self, alone: Iterable[tuple[int, int]] = ()) -> Iterator[None]:
+    def step(self, alone: Iterable[Compute] = ()) -> Iterator[None]:
         """Around a step: one at a time, with its own random numbers and precision.
 
         `alone` is for the backward of a step whose forward ran by itself: which computes of it drew
@@ -166,9 +167,12 @@ class LocalRanks:
         if "torch._dynamo" in sys.modules:
             listen_to_dynamo()
         try:
-            with GENERATOR_LOCK.around_step(self._takes_turns) as lock, self.precise():
+            for rank, generators in self._generators.items():
+                generators.draw_on(self.home(rank))
+            every = dict.fromkeys(device for each in self._generators.values() for device in each.devices)
+            with generators_of_step(every, self._takes_turns) as locks, self.precise():
                 if self._takes_turns:
-                    self.thread_randomness.begin(lock, alone)
+                    self.thread_randomness.begin(locks, alone)
                 yield
         finally:
             self._inside = False
@@ -189,7 +193,8 @@ class LocalRanks:
             if isinstance(given, Refused):
                 raise given.error
             self._threads = self._threads or self._start_threads()
-            return self._threads.run(program, given, wall_start, variables or contextvars.copy_context())
+            homes = {rank: self.home(rank) for rank in self.executors}
+            return self._threads.run(program, given, wall_start, variables or contextvars.copy_context(), homes)
         ((rank, executor),) = self.executors.items()
         run = partial(
             executor.run,
@@ -214,7 +219,7 @@ class LocalRanks:
         caller = caller_precision() if torch._C._is_any_autocast_enabled() else None
         chosen: list[Precision | None] = []
         for rank, executor in self.executors.items():
-            own = caller if self.precision is None else Precision.on(self.precision, self._kinds(rank, executor))
+            own = caller if self.precision is None else Precision.on(self.precision, [self.home(rank).type])
             if own is not None and not self.keeps_casts:
                 own = Precision(own.modes, cached=False)
             chosen.append(own)
@@ -230,14 +235,14 @@ class LocalRanks:
         finally:
             empty_cache()
 
-    def _kinds(self, rank: int, executor: Executor) -> set[str]:
-        """On what a rank computes: where it was put, or else where its parameters are."""
+    def home(self, rank: int) -> torch.device:
+        """Where a local rank computes: on the device that it was given, or else where its parameters are."""
         device = self._devices.get(rank)
-        if device is not None:
-            return {device.type}
-        modules = [stage.module for stage in executor.stages.values()]
-        found = {parameter.device.type for module in modules for parameter in module.parameters()} - {"meta"}
-        return found or {"cpu"}
+        if device is None:
+            modules = [stage.module for stage in self.executors[rank].stages.values()]
+            found = (parameter.device for module in modules for parameter in module.parameters())
+            device = next((each for each in found if each.type != "meta"), CPU)
+        return device
 
     def _start_threads(self) -> RankThreads:
         threads = RankThreads(self.executors, self.transports[0].abort, self.reset)

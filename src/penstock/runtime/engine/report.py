@@ -341,7 +341,7 @@ def result_of(reports: Sequence[StepReport], replicas: Sequence[ReplicaReport], 
     losses: tuple[torch.Tensor, ...] = ()
     for report in reports:
         if report.loss is not None:
-            losses = torch.tensor(report.losses_by_number, dtype=report.dtype).unbind()
+            losses = torch.tensor(report.losses_by_number, dtype=report.dtype, device="cpu").unbind()
     sums = [each.loss for each in replicas if each.loss is not None]
     extra: dict[str, float] = {}
     for each in replicas:
@@ -349,5 +349,5 @@ def result_of(reports: Sequence[StepReport], replicas: Sequence[ReplicaReport], 
             extra[name] = extra.get(name, 0.0) + value
     count = sum(each.count for each in replicas)
     extra = {name: value / count for name, value in extra.items()}
-    total = torch.tensor(sum(sums[1:], sums[0]), dtype=replicas[0].dtype) if sums else None
+    total = torch.tensor(sum(sums[1:], sums[0]), dtype=replicas[0].dtype, device="cpu") if sums else None
     return StepResult(None if total is None else loss_values([total])[0], loss_values(losses), extra, output)

@@ -28,7 +28,7 @@ from penstock.runtime.state.attributes import Attributes
 from penstock.runtime.state.batch_norm import Statistics, whole_norms
 from penstock.runtime.state.buffers import Buffers
 from penstock.runtime.state.ownership import GuardedPart, check_unwritten, versions
-from penstock.runtime.state.phase import NOW, Phase
+from penstock.runtime.state.phase import NOW, Phase, enter_backward
 from penstock.runtime.state.randomness import StageRandomness
 from penstock.runtime.transport.handover import alias
 
@@ -183,7 +183,7 @@ class Stage:
             graph.deferred = mode.deferred
             recording = None if self._parameters.differentiates else mode
         loss: Tensor | None = None
-        outer, NOW.phase = NOW.phase, phase  # as `with phase` does, without its two calls per compute
+        outer, NOW.own = NOW.own, phase  # as `with phase` does, without its two calls per compute
         try:
             with numbers, _NOTHING if self.precision is None else self.precision():
                 emitted = self.guarded.run(
@@ -193,7 +193,7 @@ class Stage:
                     with recording or _NOTHING:
                         loss = stage_input.loss_of(emitted[OUTPUT])
         finally:
-            NOW.phase = outer
+            NOW.own = outer
         graph.end_forward(emitted, loss, phase.extra, self.attached)
         if mode is not None:
             if mode.candidates:
@@ -238,12 +238,12 @@ class Stage:
             graph.deferred.begin_input()
             self._waiting[microbatch] = graph.deferred
         numbers = None if self.randomness.backward is None else self.randomness.backward(microbatch)
-        outer, NOW.phase = NOW.phase, Phase("backward", microbatch, self.statistics)
+        outer = enter_backward(Phase("backward", microbatch, self.statistics))
         try:
             with numbers or _NOTHING:
                 return graph.backward(gradients, loss_seed, extra_seed, self._runs_backward())
         finally:
-            NOW.phase = outer
+            enter_backward(outer)
 
     def _runs_backward(self) -> RunBackward:
         """How autograd is run: gradients of parameters are added to their `.grad`."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.devices import device_types
 from penstock.errors import ModelError
 from penstock.model.random_states import global_states, put_back, random_state, states_of
 from penstock.runtime.batch.microbatch import Batch, Dims, dims_of_leaves
@@ -146,7 +147,7 @@ class StepCheck:
             if isinstance(each, Tensor) and each.is_floating_point() and each.numel()
         ]
         kinds = {each.dtype for each in floats} | {kind}
-        kinds |= {torch.get_autocast_dtype(each) for each in ("cpu", "cuda") if torch.is_autocast_enabled(each)}
+        kinds |= {torch.get_autocast_dtype(each) for each in device_types() if torch.is_autocast_enabled(each)}
         eps = max(torch.finfo(each).eps for each in kinds if each.is_floating_point)
         losses = [_untouched(self._checks.weighing.loss_fn, each) for each in (together, swapped)]
         with torch.no_grad():

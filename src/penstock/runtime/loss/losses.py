@@ -193,7 +193,7 @@ class Seeds:
             scaled = [share * self._scale for share in shares]
             made: Sequence[Tensor]
             if loss.device.type == "cpu":
-                made = torch.tensor(scaled, dtype=torch.float64).to(loss.dtype).unbind()
+                made = torch.tensor(scaled, dtype=torch.float64, device="cpu").to(loss.dtype).unbind()
             else:
                 made = [loss.new_full((), share) for share in scaled]  # which does not wait for the device
             self.made[kind] = tuple(seed if share else None for seed, share in zip(made, shares, strict=True))
@@ -202,7 +202,7 @@ class Seeds:
     @cached_property
     def extra(self) -> Tensor:
         """At a named loss, which is a mean over the microbatches of all replicas."""
-        return torch.tensor(self._of_named, dtype=torch.float64)
+        return torch.tensor(self._of_named, dtype=torch.float64, device="cpu")
 
 
 def sum_in_order(losses: Tensor, shares: Sequence[float]) -> float:

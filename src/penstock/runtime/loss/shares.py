@@ -75,7 +75,7 @@ def from_plain(said: Any) -> Measure:
     if isinstance(said, str):
         return SUM if said == str(SUM) else ROWS
     place, shift, ignored, classes = said
-    weights = None if classes is None else torch.tensor(classes, dtype=torch.float64)
+    weights = None if classes is None else torch.tensor(classes, dtype=torch.float64, device="cpu")
     return Entries((place[0], place[1], place[2]), shift, ignored, weights)
 
 

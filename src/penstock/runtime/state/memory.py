@@ -236,6 +236,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     if end <= first or last <= begin:
         return False
     low = min(begin, first)
-    used = torch.zeros(max(end, last) - low, dtype=torch.bool)
+    used = torch.zeros(max(end, last) - low, dtype=torch.bool, device="cpu")
     used.as_strided(one.shape, one.stride(), begin - low).fill_(True)
     return bool(used.as_strided(other.shape, other.stride(), first - low).any())

@@ -120,7 +120,7 @@ class GuardedPart:
 
 def _references_of_bare() -> int:
     """How many references Python counts where `OutgoingValues.fit` looks at an output that nothing else refers to."""
-    emitted = {0: torch.empty(0)}
+    emitted = {0: torch.empty(0, device="cpu")}
     for target in emitted:
         payload = emitted[target]
         return sys.getrefcount(payload)
@@ -129,7 +129,7 @@ def _references_of_bare() -> int:
 
 def _references_of_leaf() -> int:
     """The same for an output inside of a container."""
-    container = (torch.empty(0),)
+    container = (torch.empty(0, device="cpu"),)
     leaves = list(container)
     for leaf in leaves:
         return sys.getrefcount(leaf)
@@ -138,7 +138,7 @@ def _references_of_leaf() -> int:
 
 def _references_of_base() -> int:
     """The same for the tensor that an output is a view of, where `_is_only_read` looks at it."""
-    tensor = torch.empty(1).view(1)
+    tensor = torch.empty(1, device="cpu").view(1)
     base = tensor._base
     return sys.getrefcount(base)
 

@@ -59,17 +59,17 @@ class ParametersBefore:
                 self._hooks.append((parameter, hooks, dict(hooks)))
                 hooks.clear()
 
-    def release_hooks(self) -> list[Callable[[], None]]:
+    def release_hooks(self) -> list[Callable[[], object]]:
         """Give the hooks back, and return the calls that are due: of parameters that have got a gradient."""
         before = {id(parameter): then for parameter, *then in self._gradients}
-        due: list[Callable[[], None]] = []
+        due: list[Callable[[], object]] = []
         for parameter, hooks, held in self._hooks:
             registered_since = dict(hooks)
             hooks.clear()
             hooks.update({**held, **registered_since})
             (gradient, version, _), now = before[id(parameter)], parameter.grad
             if now is not None and (now is not gradient or version_of(now) != version):
-                due += [partial(hook, parameter) for hook in hooks.values()]
+                due.extend(partial(hook, parameter) for hook in hooks.values())
         self._hooks = []
         return due
 

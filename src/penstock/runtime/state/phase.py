@@ -1,7 +1,9 @@
 """What the thread that runs a layer is doing with it, for layers that need to know.
 
 A layer's forward runs once for each microbatch, and with recompute twice; one that counts, draws its own numbers or
-keeps statistics has to tell these apart. Each thread has its own answer, because ranks may be threads.
+keeps statistics has to tell these apart. Each thread has its own answer, because ranks may be threads. A checkpoint
+inside a layer runs again on a thread of autograd's, if it is on an accelerator: what is stashed in torch's own state of
+a thread goes along from the thread that called the backward.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
+
+_KEY = "penstock.phase"
 
 
 @dataclass(slots=True)
@@ -26,22 +31,37 @@ class Phase:
     _outer: Phase | None = None
 
     def __enter__(self) -> Phase:
-        self._outer, NOW.phase = NOW.phase, self
+        self._outer, NOW.own = NOW.own, self
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        NOW.phase = self._outer
+        NOW.own = self._outer
 
 
 class _Now(threading.local):
     """The compute that each thread is in, if it is in one."""
 
-    phase: Phase | None = None
+    own: Phase | None = None  # entered on this thread
+
+    @property
+    def phase(self) -> Phase | None:
+        """The compute that this thread is in, or the one whose backward runs on this thread of autograd's."""
+        if self.own is not None or not torch._C._is_key_in_tls(_KEY):
+            return self.own
+        found: Phase | None = torch._C._get_obj_in_tls(_KEY)
+        return found
 
 
 NOW = _Now()
+
+
+def enter_backward(phase: Phase | None) -> Phase | None:
+    """Set this thread's compute, for the threads of autograd's that run its backward too; return the one before."""
+    before, NOW.own = NOW.own, phase
+    torch._C._stash_obj_in_tls(_KEY, phase)
+    return before
 
 
 def is_checkpointing() -> bool:

@@ -4,17 +4,18 @@ Before a stage computes a microbatch, the generator is seeded from (seed, step, 
 stage). So dropout masks are the same under every schedule, on threads and on processes, in a
 recomputed forward, and in a plain loop that uses `randomness` around each stage's call.
 
-Torch has one generator for all threads of a process. Where ranks are threads, a compute that
-draws from it must therefore have it alone: a readers-writer lock (`GeneratorLock`) lets computes that
-draw nothing run side by side and those that draw take turns (`ThreadRandomness` knows which). That a
-compute draws after all is noticed and refused, because then masks would depend on timing.
+Torch has one generator for all threads of a process, and one for each device. Where ranks are threads, a compute that
+draws from one must therefore have it alone: a readers-writer lock (`GeneratorLock`) lets computes that
+draw nothing run side by side and those that draw take turns (`ThreadRandomness` knows which); ranks that draw on
+devices of their own do not wait for each other. That a compute draws after all is noticed and refused, because then
+masks would depend on timing.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,8 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.devices import CPU, generator_of, generators, on_accelerator
 from penstock.errors import RunError
-from penstock.model.random_states import random_state, restore_random, seed_torch, set_torch_state, torch_state
+from penstock.model.random_states import HELD, random_state, restore_random, seed_torch, set_torch_state, torch_state
 
 _MASK = 2**64 - 1
 FEW = 16  # numbers, for which an array costs more than it saves
@@ -47,13 +49,6 @@ def seed_of(seed: int, step: int, microbatch: Any, stage: int) -> Any:
     return (state >> 1) | 1  # manual_seed takes 63 bits on every device; never 0, which means at rest
 
 
-def seed_generators(value: int, device: torch.device | None) -> None:
-    """Seed the CPU generator, and the one of `device` where that is another."""
-    seed_torch(value)
-    if device is not None and device.type == "cuda":  # not run here: no GPU
-        torch.cuda.default_generators[device.index or 0].manual_seed(value)
-
-
 @contextmanager
 def randomness(seed: int, step: int, microbatch: int, stage: int) -> Iterator[None]:
     """Draw random numbers inside the `with` block exactly as the pipeline does in one forward.
@@ -68,89 +63,94 @@ def randomness(seed: int, step: int, microbatch: int, stage: int) -> Iterator[No
     """
     before = random_state()
     try:
-        seed_torch(seed_of(seed, step, microbatch, stage))
-        for generator in torch.cuda.default_generators if before[1] else ():
-            generator.manual_seed(seed_of(seed, step, microbatch, stage))
+        for generator in (torch.default_generator, *generators()):
+            seed_torch(seed_of(seed, step, microbatch, stage), generator)
         yield
     finally:
         restore_random(before)
 
 
-_drawn = threading.local()  # .drew: whether a unit has drawn in the compute that runs on this thread
+class _Drawn(threading.local):
+    """Where units have drawn in the compute that runs on a thread."""
+
+    def __init__(self) -> None:
+        self.on: set[torch.device] = set()
+
+
+_DRAWN = _Drawn()
 
 
 @contextmanager
-def unit_stream(number: int) -> Iterator[None]:
+def unit_stream(number: int, devices: Iterable[torch.device] = (CPU,)) -> Iterator[None]:
     """Inside a compute: random numbers of its own for one unit call of a model that is replayed.
 
     They follow from the compute's seed and the call's number, and the stream of the code around goes on
     afterwards as if the call had drawn nothing: so masks depend neither on where the model is cut nor on which
     calls a stage makes. Where nothing draws (the generator rests), it is left alone.
     """
-    base = torch.default_generator.initial_seed()
-    if base == RESTING:
-        yield
-        return
-    around = torch_state()
-    seed_torch(seed_of(base, 0, 0, number))
-    before = torch_state()
+    before = []
+    for device in devices:
+        generator = generator_of(device)
+        base = generator.initial_seed()
+        if base != RESTING:
+            around = torch_state(generator)
+            seed_torch(seed_of(base, 0, 0, number), generator)
+            before.append((device, generator, around, torch_state(generator)))
     try:
         yield
     finally:
-        if not torch.equal(before, torch_state()):
-            _drawn.drew = True
-        set_torch_state(around)
-
-
-_holding = threading.local()  # .quietly: a compute on this thread has the generator, alone or (quietly) beside others
+        for device, generator, around, fresh in before:
+            if not torch.equal(fresh, torch_state(generator)):
+                _DRAWN.on.add(device)
+            set_torch_state(around, generator)
 
 
 @contextmanager
-def held(quietly: bool) -> Iterator[None]:
-    """Around a compute that has the generator."""
-    before = getattr(_holding, "quietly", None)
-    _holding.quietly = quietly
+def held(device: torch.device, quietly: bool) -> Iterator[None]:
+    """Around a compute that has the generator of a device."""
+    before = swap_holding({**HELD.quietly, device: quietly})
     try:
         yield
     finally:
-        _holding.quietly = before
+        swap_holding(before)
 
 
-def swap_holding(quietly: bool | None) -> bool | None:
-    """Set what the code that runs on this thread has of the generator, where several take turns on it; what it had."""
-    before: bool | None = getattr(_holding, "quietly", None)
-    _holding.quietly = quietly
+def swap_holding(quietly: dict[torch.device, bool]) -> dict[torch.device, bool]:
+    """Set what the code on this thread has of the generators, where several take turns on it; return what it had."""
+    before, HELD.quietly = HELD.quietly, quietly
     return before
 
 
 def needs_to_be_alone(why: str) -> None:
     """Note that the compute on this thread must not run beside others; raise if it does."""
-    if getattr(_holding, "quietly", False):
+    if HELD.quietly.get(CPU):
         raise RunError(
             f"a stage {why}, and did not when it first ran, so that others run beside it; use processes, or let its "
             f"first forward do so too"
         )
-    _drawn.drew = True
+    _DRAWN.on.add(CPU)  # whose generator every compute takes first
 
 
 class GeneratorLock:
-    """Who may use the one generator of this process now: one compute alone, or several that draw nothing.
+    """Who may use the one generator of a device now: one compute alone, or several that draw nothing.
 
     While computes run beside each other the generator rests in one known state. So that it is still there after each
     says that none of them drew, and a checkpoint that takes the state in its forward and sets it again in its
     backward changes nothing.
     """
 
-    def __init__(self, quiet: bool = False) -> None:
+    def __init__(self, device: torch.device = CPU, quiet: bool = False) -> None:
+        self.device = device
         self.quiet = quiet  # nothing in it may draw
+        self._generator = generator_of(device)
         self._changed = threading.Condition()
         self._who: list[int] = []  # the threads inside
         self._readers = 0
         self._writing = False
         self._writers_waiting = 0
         self._at_rest = False
-        self._rest = torch.Generator().manual_seed(RESTING).get_state()
         self._inside = 0
+        self._rest: Tensor  # the generator's state while it rests
         self._users: Tensor
 
     @contextmanager
@@ -159,9 +159,9 @@ class GeneratorLock:
 
         Without `takes_turns` the one rank of this process has it for the whole step.
         """
-        quietly = getattr(_holding, "quietly", None)
-        lock = self if quietly is None else GeneratorLock(quietly)
-        with lock.kept(), nullcontext() if takes_turns else held(quietly=False):
+        quietly = HELD.quietly.get(self.device)
+        lock = self if quietly is None else GeneratorLock(self.device, quietly)
+        with lock.kept(), nullcontext() if takes_turns else held(self.device, quietly=False):
             yield lock
 
     @contextmanager
@@ -169,7 +169,7 @@ class GeneratorLock:
         """Around a whole step: afterwards the generator is where the user had left it."""
         with self._changed:
             if not self._inside:
-                self._users = torch_state()
+                self._users = torch_state(self._generator)
             self._inside += 1
         try:
             yield
@@ -178,7 +178,7 @@ class GeneratorLock:
                 self._inside -= 1
                 self._at_rest = False
                 if not self._inside:
-                    set_torch_state(self._users)
+                    set_torch_state(self._users, self._generator)
 
     def _wait(self, is_taken: Callable[[], bool], waits: WhileWaiting) -> None:
         """Until it is free; `waits` hears from time to time who is inside, and gives up by raising."""
@@ -206,7 +206,7 @@ class GeneratorLock:
             self._writing = True
             self._at_rest = False
         try:
-            with held(quietly=False):
+            with held(self.device, quietly=False):
                 yield
         finally:
             with self._changed:
@@ -219,11 +219,12 @@ class GeneratorLock:
         with self._changed:
             self._wait(lambda: self._writing or self._writers_waiting > 0, waits)
             if not self._at_rest and not self._readers:
-                set_torch_state(self._rest)
+                seed_torch(RESTING, self._generator)
+                self._rest = torch_state(self._generator)
                 self._at_rest = True
             self._readers += 1
         try:
-            with held(quietly=True):
+            with held(self.device, quietly=True):
                 yield self._moved
         finally:
             with self._changed:
@@ -231,10 +232,23 @@ class GeneratorLock:
                 self._leave()
 
     def _moved(self) -> bool:
-        moved = not torch.equal(self._rest, torch_state())
+        moved = not torch.equal(self._rest, torch_state(self._generator))
         if moved:
             self._at_rest = False
         return moved
+
+
+_LOCKS: dict[torch.device, GeneratorLock] = {}  # of this process: torch has one generator for each device
+
+
+@contextmanager
+def generators_of_step(
+    devices: Iterable[torch.device], takes_turns: bool
+) -> Iterator[Mapping[torch.device, GeneratorLock]]:
+    """Enter a step that may draw on these devices; yield whose turn it is, see `GeneratorLock.around_step`."""
+    with ExitStack() as stack:
+        locks = (_LOCKS.get(each) or _LOCKS.setdefault(each, GeneratorLock(each)) for each in devices)
+        yield {lock.device: stack.enter_context(lock.around_step(takes_turns)) for lock in locks}
 
 
 class StepCounter:
@@ -274,41 +288,62 @@ class StageRandomness(NamedTuple):
     seeds: Callable[[int], list[int]] | None = None
 
 
-def seeded(counter: StepCounter, stream: int, device: torch.device | None) -> StageRandomness:
-    """For the computes of a stage on a rank that has the process's generator to itself."""
-    on_cpu = device is None or device.type != "cuda"
-    seed = torch.default_generator.manual_seed if on_cpu else partial(seed_generators, device=device)
-    return StageRandomness(seed, None, lambda count: counter.seeds_for(count, stream))
+class RankGenerators:
+    """The generators that the stages of a rank may draw from: the CPU's, and that of the device they are on."""
+
+    def __init__(self) -> None:
+        self.devices: tuple[torch.device, ...] = (CPU,)
+
+    def draw_on(self, device: torch.device | None) -> None:
+        """Set the device that the stages are on now."""
+        self.devices = (CPU,) if device is None or not on_accelerator(device) else (CPU, device)
+
+    def seed(self, value: int) -> None:
+        """Seed them, where this rank has them to itself."""
+        for device in self.devices:
+            generator_of(device).manual_seed(value)
+
+    def unit_stream(self, number: int) -> AbstractContextManager[None]:
+        """Return the context of one unit call in a stage of this rank."""
+        return unit_stream(number, self.devices)
+
+
+def seeded(counter: StepCounter, stream: int, rank: RankGenerators) -> StageRandomness:
+    """Return what the computes of a stage need on a rank that has the process's generators to itself."""
+    return StageRandomness(rank.seed, None, lambda count: counter.seeds_for(count, stream))
+
+
+Compute = tuple[int, int, torch.device]  # stage and microbatch, and where it draws
 
 
 class ThreadRandomness:
     """The computes of a pipeline's stages, each with its random numbers, where ranks are threads.
 
-    Which forwards draw is found out by running the first alone and looking whether the generator moved, again for
-    each combination of the modules' training modes. A backward runs as its forward did: where that drew, a checkpoint
-    inside may draw again.
+    Which forwards draw, and on which device, is found out by running the first alone and looking whether a generator
+    moved, again for each combination of the modules' training modes. A backward runs as its forward did: where that
+    drew, a checkpoint inside may draw again.
     """
 
-    def __init__(self, lock: GeneratorLock, seed_for: Callable[[int, int], int], waits: WhileWaiting) -> None:
-        self._lock = lock
+    def __init__(self, seed_for: Callable[[int, int], int], waits: WhileWaiting) -> None:
+        self._locks: Mapping[torch.device, GeneratorLock] = {}
         self._waits = waits
         self._seed_for = seed_for  # (microbatch, stage)
         self._modules: dict[int, list[torch.nn.Module]] = {}
         self._modes: dict[int, object] = {}
-        self._draws: dict[tuple[int, object], bool] = {}
-        self.alone: set[tuple[int, int]] = set()  # (stage, microbatch) whose forward had the generator alone
+        self._draws: dict[tuple[int, object, torch.device], bool] = {}
+        self.alone: set[Compute] = set()  # those whose forward had the generator alone
         self._suspect = False
 
-    def of(self, stage: int, stream: int, module: torch.nn.Module, device: torch.device | None) -> StageRandomness:
-        """For the computes of a stage."""
+    def of(self, stage: int, stream: int, module: torch.nn.Module, rank: RankGenerators) -> StageRandomness:
+        """Return what surrounds the computes of a stage."""
         self._modules[stage] = list(module.modules())
         return StageRandomness(
-            partial(self._around, stage, stream, device, "F"), partial(self._around, stage, stream, device, "B")
+            partial(self._around, stage, stream, rank, "F"), partial(self._around, stage, stream, rank, "B")
         )
 
-    def begin(self, lock: GeneratorLock, alone: Iterable[tuple[int, int]] = ()) -> None:
-        """Before a step, or the second half of one: `alone` is then what the first half left."""
-        self._lock = lock
+    def begin(self, locks: Mapping[torch.device, GeneratorLock], alone: Iterable[Compute] = ()) -> None:
+        """Begin a step, or the second half of one: `alone` is then what the first half left."""
+        self._locks = locks
         self._modes = {stage: tuple([m.training for m in modules]) for stage, modules in self._modules.items()}
         self.alone = set(alone)
 
@@ -319,25 +354,32 @@ class ThreadRandomness:
     @property
     def draw(self) -> bool:
         """Whether a forward of the step that ran last draws."""
-        return any(self._draws.get((stage, modes), False) for stage, modes in self._modes.items())
+        return any(self._draws.get((*each, device)) for each in self._modes.items() for device in self._locks)
+
+    def _around(
+        self, stage: int, stream: int, rank: RankGenerators, kind: str, microbatch: int
+    ) -> AbstractContextManager[Any]:
+        each = [self._on(device, stage, stream, kind, microbatch) for device in rank.devices]
+        return each[0] if len(each) == 1 else _entered(each)
 
     @contextmanager
-    def _around(
-        self, stage: int, stream: int, device: torch.device | None, kind: str, microbatch: int
-    ) -> Iterator[None]:
-        forward, known = kind == "F", (stage, self._modes[stage])
-        takes = (self._suspect or self._draws.get(known, True)) if forward else (stage, microbatch) in self.alone
-        if takes and not self._lock.quiet:
-            with self._lock.alone(self._waits):
-                seed_generators(self._seed_for(microbatch, stream), device)
-                self.alone.add((stage, microbatch))
-                before = None if not forward or known in self._draws else torch_state()
-                _drawn.drew = False
+    def _on(self, device: torch.device, stage: int, stream: int, kind: str, microbatch: int) -> Iterator[None]:
+        """Around a compute, as far as it concerns the generator of one device."""
+        forward, known, lock = kind == "F", (stage, self._modes[stage], device), self._locks[device]
+        compute = (stage, microbatch, device)
+        takes = (self._suspect or self._draws.get(known, True)) if forward else compute in self.alone
+        if takes and not lock.quiet:
+            generator = generator_of(device)
+            with lock.alone(self._waits):
+                seed_torch(self._seed_for(microbatch, stream), generator)
+                self.alone.add(compute)
+                before = None if not forward or known in self._draws else torch_state(generator)
+                _DRAWN.on.discard(device)
                 yield
                 if before is not None:
-                    self._draws[known] = _drawn.drew or not torch.equal(before, torch_state())
+                    self._draws[known] = device in _DRAWN.on or not torch.equal(before, torch_state(generator))
             return
-        with self._lock.beside(self._waits) as moved:
+        with lock.beside(self._waits) as moved:
             yield
             drew = moved()
         if drew:
@@ -347,3 +389,11 @@ class ThreadRandomness:
                 f"first ran; on threads its numbers would depend on timing. Run the step again (from now on all take "
                 f"turns), or use processes"
             )
+
+
+@contextmanager
+def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield

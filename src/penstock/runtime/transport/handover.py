@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from penstock.devices import on_accelerator, to_device
 from penstock.errors import RunError
 
 Events = list[tuple[torch.device, torch.Event]]
@@ -78,26 +79,15 @@ def share(value: Any) -> tuple[Any, Ready]:
     versions, events = [], None
     for tensor in tensors:
         versions.append(-1 if tensor.is_inference() else tensor._version)
-        if events is None and not tensor.is_cpu:
+        if on_accelerator(tensor.device) and events is None:
             events = _record(tensors)
     return shared, Several(tensors, versions, events)
 
 
-def _has_streams(tensor: Tensor) -> bool:
-    if tensor.is_cpu:
-        return False
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and tensor.device.type == accelerator.type
-
-
 def _record(tensors: list[Tensor]) -> Events:
-    """One event for each device that holds a part of the value."""
-    ready: Events = []
-    for device in {tensor.device for tensor in tensors if _has_streams(tensor)}:
-        event = torch.Event(device=device)
-        event.record(torch.accelerator.current_stream(device))
-        ready.append((device, event))
-    return ready
+    """Return one event for each device that holds a part of the value."""
+    devices = {tensor.device for tensor in tensors if on_accelerator(tensor.device)}
+    return [(device, torch.accelerator.current_stream(device).record_event()) for device in devices]
 
 
 def arrive(value: Any, ready: Ready | None, device: torch.device | None) -> Any:
@@ -117,14 +107,12 @@ def arrive(value: Any, ready: Ready | None, device: torch.device | None) -> Any:
         torch.accelerator.current_stream(source).wait_event(event)
 
     def settle(tensor: Tensor) -> Tensor:
-        has_streams = _has_streams(tensor)
-        if has_streams:
+        if on_accelerator(tensor.device):
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
         if device is None or tensor.device == device:
             return tensor
-        # The copy runs on this thread's streams of both devices, which now follow the sender's. One to the CPU is
-        # waited for: nothing else says when its bytes are there.
-        moved = tensor.detach().to(device, non_blocking=has_streams and device.type != "cpu")
+        # the copy runs on this thread's streams of both devices, which now follow the sender's
+        moved: Tensor = to_device(tensor.detach(), device)
         return moved.requires_grad_(tensor.requires_grad)
 
     return pytree.tree_map_only(Tensor, settle, value)

@@ -158,7 +158,10 @@ class PipelineOptions:
         "parameters", "what the cut evens out, or layers by stage"
     )
     split_at: list[str] = key([], "names of the units with which stages 1, 2, ... begin")
-    precision: Literal["fp32", "bf16", "fp16"] = key("fp32", "of forwards; fp16 has its loss scaled")
+    device: Literal["auto", "cpu"] = key("auto", "where ranks compute: on the accelerator if there is one, or the CPU")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = key(
+        "auto", "of forwards: bf16 on an accelerator and else fp32, or one of these; fp16 has its loss scaled"
+    )
     recompute: Literal["never", "except_last", "always"] = key("never", "whose forward runs again in the backward")
     overlap_steps: bool = key(False, "whether ranks go on to the next step without waiting for each other")
     workers: Literal["processes", "threads"] = key("processes", "what the ranks are")

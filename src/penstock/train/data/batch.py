@@ -35,6 +35,11 @@ class DataBatch:
         args, kwargs, target = pytree.tree_map(cut, (self.args, self.kwargs, self.target))
         return DataBatch(args, kwargs, target, self.tokens)
 
+    def pinned(self) -> DataBatch:
+        """The same in memory from which an accelerator copies while the host goes on."""
+        args, kwargs, target = pytree.tree_map_only(Tensor, Tensor.pin_memory, (self.args, self.kwargs, self.target))
+        return DataBatch(args, kwargs, target, self.tokens)
+
     def mark(self, before: int = 0) -> int:
         """A checksum of some of its numbers, by which processes see whether they were given the same."""
         for value in pytree.tree_leaves((self.args, self.kwargs, self.target)):

@@ -61,7 +61,7 @@ class TokenBatches:
 
     def _rows(self, tokens: Tokens, number: int, stream: int) -> DataBatch:
         generator = torch.Generator().manual_seed(seed_of(self.seed, number, 0, stream))
-        places = torch.randint(len(tokens) - self.sequence, (self.rows,), generator=generator).tolist()
+        places = torch.randint(len(tokens) - self.sequence, (self.rows,), generator=generator, device="cpu").tolist()
         rows = torch.stack([tokens.values[place : place + self.sequence + 1] for place in places]).to(torch.int64)
         return DataBatch((rows[:, :-1],), {}, rows[:, 1:], self.rows * self.sequence)
 

@@ -112,9 +112,9 @@ class Encoder:
         if not any(learned[1:]):
             self._without_targets(record, len(ids))
             return []
-        tokens = torch.tensor(ids, dtype=torch.int32)
-        targets = torch.tensor(ids[1:], dtype=torch.int32)
-        targets[~torch.tensor(learned[1:])] = IGNORED
+        tokens = torch.tensor(ids, dtype=torch.int32, device="cpu")
+        targets = torch.tensor(ids[1:], dtype=torch.int32, device="cpu")
+        targets[~torch.tensor(learned[1:], device="cpu")] = IGNORED
         return list(self._fitted(Document(tokens[:-1], targets), record))
 
     # -- what a row holds

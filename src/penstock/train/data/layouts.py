@@ -37,8 +37,8 @@ class Padded:
         """Tensors of (rows, tokens); an empty row is padding alone."""
         width = max(1, *(sum(map(len, row)) for row in rows))
         ids, target = _filled(rows, width)
-        lengths = torch.tensor([sum(map(len, row)) for row in rows])
-        valid = (torch.arange(width) < lengths[:, None]).to(torch.int64)
+        lengths = torch.tensor([sum(map(len, row)) for row in rows], device="cpu")
+        valid = (torch.arange(width, device="cpu") < lengths[:, None]).to(torch.int64)
         valid[:, 0] = 1  # a row of padding alone: a softmax over nothing is nan
         tokens = int(lengths.sum())
         if self._bare:
@@ -75,7 +75,7 @@ class Packed:
         for number, row in enumerate(rows):
             lengths = [len(document) for document in row]
             lengths.append(self.sequence - sum(lengths))
-            positions[number] = torch.cat([torch.arange(length) for length in lengths])
+            positions[number] = torch.cat([torch.arange(length, device="cpu") for length in lengths])
         tokens = sum(len(document) for row in rows for document in row)
         if self._stacked:
             return DataBatch((torch.stack([ids, positions], 1),), {}, target, tokens)
@@ -86,8 +86,8 @@ Layout = Padded | Packed
 
 
 def _filled(rows: Sequence[Row], width: int) -> tuple[Tensor, Tensor]:
-    ids = torch.full((len(rows), width), PADDING, dtype=torch.int64)
-    target = torch.full((len(rows), width), IGNORED, dtype=torch.int64)
+    ids = torch.full((len(rows), width), PADDING, dtype=torch.int64, device="cpu")
+    target = torch.full((len(rows), width), IGNORED, dtype=torch.int64, device="cpu")
     for number, row in enumerate(rows):
         if row:
             inputs = torch.cat([document.inputs for document in row])

@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.checkpoint.processes import Processes
 from penstock.errors import ModelError
 from penstock.pipeline import Pipeline
+from penstock.train.config.device import precision_of
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.documents import Document
 from penstock.train.data.layouts import Packed, Row
@@ -29,7 +30,7 @@ def check_packing(pipe: Pipeline, config: TrainConfig, vocabulary: int) -> None:
     if length < 4 or vocabulary < 4:
         return
     front = length // 2
-    numbers = torch.arange(length, dtype=torch.int32)
+    numbers = torch.arange(length, dtype=torch.int32, device="cpu")
     one, other = numbers[:front] % vocabulary, (3 * numbers[:front] + 1) % vocabulary
     asked = (numbers[front:] * 5 + 2) % vocabulary
     rows = [(one, asked), (other, asked), (asked, one)]
@@ -38,7 +39,7 @@ def check_packing(pipe: Pipeline, config: TrainConfig, vocabulary: int) -> None:
     if scores[0] is not None and scores[1] is not None and scores[2] is not None:
         behind, behind_other, begun = scores[0][front:], scores[1][front:], scores[2][: length - front]
         size = behind.abs().max().item() or 1.0
-        allowed = SHIFT if config.pipeline.precision == "fp32" else SHIFT_OF_COARSE
+        allowed = SHIFT if precision_of(config) == "fp32" else SHIFT_OF_COARSE
         worst = [
             (behind - behind_other).abs().max().item() / size / LEAK,
             (behind - begun).abs().max().item() / size / allowed,

@@ -75,7 +75,7 @@ def _size(file: RowFile) -> int:
 
 
 def _shuffled(count: int, seed: int) -> list[int]:
-    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+    order: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
     return order
 
 

@@ -76,7 +76,9 @@ def _from_text(files: Sequence[Path]) -> Tokens:
         if content and content[-1] != ord("\n"):
             content += b"\n"
     digest = hashlib.sha256(content).hexdigest()
-    values = torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    values = (
+        torch.frombuffer(content, dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
     return Tokens(values, digest, "")
 
 
@@ -93,7 +95,7 @@ def _tokenized(files: Sequence[Path], tokenizer: Tokenizer) -> Tokens:
     for ids in tokenizer.encode_all(map(_text, files)):
         values.extend(ids)
     digest = hashlib.sha256(values.tobytes()).hexdigest()
-    return Tokens(torch.tensor(values, dtype=torch.int32), digest, "")
+    return Tokens(torch.tensor(values, dtype=torch.int32, device="cpu"), digest, "")
 
 
 def _mapped(files: Sequence[Path], kind: str) -> Tokens:
@@ -109,7 +111,11 @@ def _mapped(files: Sequence[Path], kind: str) -> Tokens:
             f"says how it was written"
         )
     count = size // dtype.itemsize
-    values = torch.from_file(str(path), shared=False, size=count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+    values = (
+        torch.from_file(str(path), shared=False, size=count, dtype=dtype)
+        if count
+        else torch.empty(0, dtype=dtype, device="cpu")
+    )
     probe = hashlib.sha256(f"{kind} {count}".encode())
     for piece in (values[:PROBE], values[-PROBE:]):
         probe.update(bytes(piece.to(torch.int64).view(torch.uint8).tolist()))

@@ -26,8 +26,8 @@ def continue_together(
     """(row, token) of all rows, token by token; a row that has come to its end adds no more."""
     longest = max(map(len, prompts))
     _check_length(model, longest, count)
-    fresh = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    fresh = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device="cpu")
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device="cpu")
     padded = longest != min(map(len, prompts))
     generators = [np.random.default_rng(sampling.seed + row) for row in range(len(prompts))]
     going = dict.fromkeys(range(len(prompts)))
@@ -46,8 +46,8 @@ def continue_together(
                     del going[row]
             if not going:
                 return
-            fresh = torch.tensor(chosen)[:, None]
-            mask = torch.cat([mask, torch.ones(len(prompts), 1, dtype=mask.dtype)], dim=1)
+            fresh = torch.tensor(chosen, device="cpu")[:, None]
+            mask = torch.cat([mask, torch.ones(len(prompts), 1, dtype=mask.dtype, device="cpu")], dim=1)
 
 
 def _check_length(model: Any, longest: int, count: int) -> None:

@@ -105,7 +105,7 @@ def begin_adapter(seed: int, name: str, tensor: Tensor) -> None:
             tensor.zero_()
             return
         own = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ (seed << 32))
-        values = torch.empty(tensor.shape, dtype=torch.float32)
+        values = torch.empty(tensor.shape, dtype=torch.float32, device="cpu")
         if "lora_embedding_B" in name:
             nn.init.normal_(values, generator=own)
         else:

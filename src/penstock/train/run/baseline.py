@@ -96,7 +96,10 @@ def _train(spread: bool) -> None:
     from penstock.train.run.progress import memory_now
 
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    model, rows = build_gpt(GPTOptions(layers=2, width=16, heads=2), 16), torch.zeros(4, 16, dtype=torch.int64)
+    model, rows = (
+        build_gpt(GPTOptions(layers=2, width=16, heads=2), 16),
+        torch.zeros(4, 16, dtype=torch.int64, device="cpu"),
+    )
     loss = TokenLoss()
     with Pipeline(
         model, stages=2, microbatches=2, loss_fn=loss, loss_options=loss.options, transport="threads"
@@ -124,7 +127,7 @@ def _train_spread() -> None:
     for spread in (fully_shard, lambda layer, mesh: parallelize_module(layer, mesh, ColwiseParallel())):
         layer = torch.nn.Linear(4, 4)
         spread(layer, mesh=mesh)
-        layer(torch.ones(2, 4)).sum().backward()
+        layer(torch.ones(2, 4, device="cpu")).sum().backward()
         torch.optim.AdamW(layer.parameters()).step()
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.processes import Processes
 from penstock.pipeline import Pipeline
+from penstock.train.config.device import device_of, precision_of
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatch
 
@@ -100,20 +101,20 @@ def _attention(whole: nn.Module, shape: Any) -> tuple[int, int]:
 
 
 def peak_flops(config: TrainConfig) -> tuple[float, str] | None:
-    """FLOP/s that this process's device can do at most, and how that is known; None for a GPU that is in no table."""
-    half = config.pipeline.precision != "fp32"
+    """FLOP/s that this process's device can do at most, and how that is known; None for one that is in no table."""
+    half = precision_of(config) != "fp32"
     if config.logging.peak_flops is not None:
         return config.logging.peak_flops, "logging.peak_flops"
-    if torch.cuda.is_available():  # not run here: no GPU
-        device = torch.cuda.get_device_name()
+    if (kind := device_of(config)) is not None:
+        device = getattr(torch.get_device_module(kind), "get_device_name", lambda: kind)()
         found = next((row for row in PEAKS if row[0].lower() in device.lower()), None)
         return None if found is None else (found[1] if half else found[2], f"{found[0]}, data sheet")
-    return _measured(torch.bfloat16 if config.pipeline.precision == "bf16" else torch.float32), "measured"
+    return _measured(torch.bfloat16 if precision_of(config) == "bf16" else torch.float32), "measured"
 
 
 def _measured(dtype: torch.dtype) -> float:
     """The fastest of a few matrix products on this process's threads; takes some hundredths of a second."""
-    left, right = torch.ones(SIZE, SIZE, dtype=dtype), torch.ones(SIZE, SIZE, dtype=dtype)
+    left, right = torch.ones(SIZE, SIZE, dtype=dtype, device="cpu"), torch.ones(SIZE, SIZE, dtype=dtype, device="cpu")
     times = []
     for _ in range(TRIALS):
         begin = time.perf_counter()

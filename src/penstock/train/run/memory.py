@@ -3,8 +3,9 @@
 The first three are counted on the tensors themselves. Activations live within the passes of a step: what comes and goes
 in them, the messages of other ranks included, is activations and what computing needs, and the most at any moment is
 counted (`allocations`). Gradients come while activations go, so the most of all tensors may be less than the sum of the
-kinds; it is counted as well. A dry run predicts the same numbers (`activations`). Ranks that are threads of one process
-take turns as the system likes, so there are no such numbers for them.
+kinds; it is counted as well. (On an accelerator, its allocator counts; activations are then the most of all, without
+the gradients.) A dry run predicts the same numbers (`activations`). Ranks that are threads of one process take turns as
+the system likes, so there are no such numbers for them.
 The process is what the system says is resident: Python and torch alone are some hundred megabytes of it.
 """
 
@@ -15,8 +16,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from penstock.devices import on_accelerator
 from penstock.train.run.allocations import Allocations, StepPeaks, bytes_of, counted_step
 from penstock.train.run.progress import memory_now
 from penstock.view.figures import table
@@ -74,20 +77,30 @@ class MemoryWatch:
         self._passes = ExitStack()
         self._gradients = 0
         self._peaks: StepPeaks | None = None
+        self._held: int | None = None  # on a device as the step that is counted began
+        device = next(iter(pipe.deployment.devices.values()), None)
+        self._device = device if on_accelerator(device) else None
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around a training step."""
         self._steps += 1
         with self._passes:
-            if self._steps == COUNTED and self._is_one_rank and Allocations.can_count():
-                self._peaks = self._passes.enter_context(counted_step(self._pipe))
+            if self._steps == COUNTED and self._is_one_rank:
+                if self._device is not None:
+                    torch.accelerator.reset_peak_memory_stats(self._device)
+                    self._held = torch.accelerator.memory_allocated(self._device)
+                elif Allocations.can_count():
+                    self._peaks = self._passes.enter_context(counted_step(self._pipe))
             yield
 
     def see_gradients(self) -> None:
         """In a step, when all gradients are there."""
         self._passes.close()  # what the optimizer needs for a moment is no activation
         self._gradients = max(self._gradients, bytes_of(parameter.grad for parameter in self._parameters))
+        if self._held is not None:
+            most = float(torch.accelerator.max_memory_allocated(self._device) - self._held)
+            self._peaks, self._held = StepPeaks(max(0.0, most - self._gradients), most), None
 
     def memory(self) -> Memory:
         """What there is now, and was at most."""

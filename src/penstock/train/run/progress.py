@@ -156,9 +156,9 @@ def of_time(seconds: float) -> str:
 
 
 def memory_now() -> int:
-    """Bytes that this process has in memory; on a GPU, what tensors have taken there at most."""
-    if torch.cuda.is_available():  # not run here: no GPU
-        return int(torch.cuda.max_memory_allocated())
+    """Return the bytes that this process has in memory; if it uses an accelerator, the most that tensors took there."""
+    if used := sum(map(torch.accelerator.max_memory_allocated, range(torch.accelerator.device_count()))):
+        return used
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, IndexError, ValueError):

@@ -13,13 +13,12 @@ import statistics
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
 from penstock.checkpoint.disk.plain_files import write_whole
 from penstock.pipeline import Pipeline
 from penstock.reading import read_json
 from penstock.schedule import Timeline
 from penstock.schedule.files.timeline_json import to_json
+from penstock.train.config.device import device_of
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.run_folder import RunFolder
 from penstock.view.account import account
@@ -114,8 +113,8 @@ def _subject(timeline: Timeline) -> str:
 
 
 def _ranks_here(config: TrainConfig) -> int:
-    """Ranks that share this host's cores; 0 where they compute on GPUs."""
-    if torch.cuda.is_available():
+    """Ranks that share this host's cores; 0 where they compute on an accelerator."""
+    if device_of(config) is not None:
         return 0
     if config.pipeline.workers == "threads":
         return config.pipeline.ranks

@@ -33,7 +33,7 @@ FRAME_BYTES = 16 * 1024  # the entries of some dozens of ranks: what fits is tak
 _HEAD = struct.Struct("<IIQQ")  # magic, spare, number of the exchange, bytes of the body
 _MAGIC = 0x53544152
 _ROOM = FRAME_BYTES - _HEAD.size
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class ExchangeEntry(NamedTuple):
@@ -190,7 +190,7 @@ class Exchange:
     def _post(self, peer: int) -> tuple[Tensor, Any]:
         if self.sockets is not None and peer in self.sockets:
             return _NOTHING, None
-        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8, device="cpu")
         return frame, self._transfers.receive(frame, self._connections[peer], self._tag)
 
     def _put(self, peer: int, step: int, body: bytes) -> list[tuple[Tensor, Any]]:
@@ -228,7 +228,7 @@ class Exchange:
             )
         if size <= _ROOM:
             return ctypes.string_at(frame.data_ptr() + _HEAD.size, size)
-        rest = torch.empty(size, dtype=torch.uint8)
+        rest = torch.empty(size, dtype=torch.uint8, device="cpu")
         work = self._transfers.receive(rest, self._connections[peer], self._long_tag)
         self._transfers.wait(work, peer, is_short=True)
         return ctypes.string_at(rest.data_ptr(), size)

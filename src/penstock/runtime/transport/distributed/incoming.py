@@ -43,8 +43,8 @@ AHEAD = 16  # receives of a channel that the backend may have before they are po
 AHEAD_LEFT = 4  # with so few of them left, it is given more
 AHEAD_BYTES = WHOLE_BYTES  # of each, at most
 
-_RECEIPT = torch.ones(1, dtype=torch.uint8)
-_END = torch.empty(1, dtype=torch.uint8)  # takes the ends of all messages, which say nothing
+_RECEIPT = torch.ones(1, dtype=torch.uint8, device="cpu")
+_END = torch.empty(1, dtype=torch.uint8, device="cpu")  # takes the ends of all messages, which say nothing
 
 
 class DistributedIncoming(Incoming):
@@ -255,7 +255,7 @@ class DistributedIncoming(Incoming):
         transfers, connection, channel = self._transfers, self._connection, self.channel
         peer = channel.source_rank
         tag = self._expected.following_tag(header.ordinal)
-        body = torch.empty(header.follows, dtype=torch.uint8)
+        body = torch.empty(header.follows, dtype=torch.uint8, device="cpu")
         work = transfers.receive(body, connection, tag, channel, microbatch)
         if header.follows > WHOLE_BYTES:
             transfers.wait(transfers.receive(_END, connection, tag, channel, microbatch), peer, channel, microbatch)
@@ -271,4 +271,4 @@ class DistributedIncoming(Incoming):
 
 def _frame_for(layout: Layout | None) -> Tensor:
     """Memory for a frame of that layout; without one, for the header that announces it."""
-    return torch.empty(HEADER_BYTES if layout is None else layout.frame_bytes, dtype=torch.uint8)
+    return torch.empty(HEADER_BYTES if layout is None else layout.frame_bytes, dtype=torch.uint8, device="cpu")

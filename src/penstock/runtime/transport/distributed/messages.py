@@ -66,7 +66,7 @@ def read_header(raw: bytes) -> Header:
 
 def blank_header() -> tuple[Tensor, Any]:
     """A frame of a header only, and the buffer to write it by."""
-    frame = torch.zeros(HEADER_BYTES, dtype=torch.uint8)
+    frame = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu")
     return frame, (ctypes.c_char * HEADER_BYTES).from_address(frame.data_ptr())
 
 

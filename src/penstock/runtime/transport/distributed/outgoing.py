@@ -38,7 +38,7 @@ from penstock.runtime.transport.layout.layout import Book, Frame, Layout, flatte
 from penstock.runtime.transport.layout.tensor_places import whole_lines
 
 SMALL_SENDS = 4  # messages of one frame that may wait for longer than others: one wait is for all of them
-_END = torch.ones(1, dtype=torch.uint8)
+_END = torch.ones(1, dtype=torch.uint8, device="cpu")
 
 
 class DistributedOutgoing(Outgoing):
@@ -163,7 +163,7 @@ class DistributedOutgoing(Outgoing):
             earlier.append(Transfer(_END, work))
         work = self._send_last(microbatch, frame, predicted, earlier)
         tag = self._expected.following_tag(self.count)
-        note = torch.zeros(1, dtype=torch.uint8)
+        note = torch.zeros(1, dtype=torch.uint8, device="cpu")
         receipt = Transfer(note, transfers.receive(note, connection, tag, channel, microbatch))
         following = Transfer(body, transfers.send(body, connection, tag, channel, microbatch))
         end = None

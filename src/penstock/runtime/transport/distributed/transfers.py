@@ -86,7 +86,7 @@ class BackendTransfers:
 
         Backends connect two ranks in calls that nothing ends but their timeout, and that name nobody.
         """
-        first, theirs = self.connection(peer), torch.zeros(NOTE_BYTES, dtype=torch.uint8)
+        first, theirs = self.connection(peer), torch.zeros(NOTE_BYTES, dtype=torch.uint8, device="cpu")
         mine = torch.frombuffer(bytearray(note.ljust(NOTE_BYTES)), dtype=torch.uint8)
         with self.watch.own.connecting("for their second connection"):
             works = [self.receive(theirs, first, tag), self.send(mine, first, tag)]
@@ -141,7 +141,7 @@ class BackendTransfers:
         """Whose fault it is that a second connection could not be made: the peer's, if its first one is closed."""
         peer = first.rank
         try:
-            first.backend.recv([torch.zeros(1, dtype=torch.uint8)], first.number, tag).wait(GOODBYE_TIME)
+            first.backend.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], first.number, tag).wait(GOODBYE_TIME)
         except RuntimeError as closed:
             if not _timed_out(closed):
                 cause = f"{CONNECTION_CLOSED} while rank {self.rank} waited for their second connection"

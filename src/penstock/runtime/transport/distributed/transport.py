@@ -421,4 +421,6 @@ def _close_connections(backend: Any, seconds: Mapping[int, PeerConnection], tag:
     """A receive that times out closes all connections of this rank, and so frees its main thread."""
     for each in (PeerConnection(peer, backend, peer), *list(seconds.values())):
         with suppress(RuntimeError):
-            each.backend.recv([torch.empty(1, dtype=torch.uint8)], each.number, tag + 1).wait(timedelta(milliseconds=1))
+            each.backend.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], each.number, tag + 1).wait(
+                timedelta(milliseconds=1)
+            )

@@ -68,7 +68,7 @@ class Frame:
     __slots__ = ("header", "tensor", "views")
 
     def __init__(self, nbytes: int, copies: Sequence[Copy], memory: Tensor | None = None) -> None:
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8) if memory is None else memory
+        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu") if memory is None else memory
         self.header = (ctypes.c_char * HEADER_BYTES).from_address(self.tensor.data_ptr())
         self.views = [view(self.tensor, copy) for copy in copies]
 
@@ -227,13 +227,13 @@ class Layout:
         """The value whose bytes are, or will be, in the frame, in messages of their own and in the device's payload."""
         lone = self.lone
         if lone is not None:
-            blank = torch.empty(0, dtype=lone.dtype)
+            blank = torch.empty(0, dtype=lone.dtype, device="cpu")
             offset = self.regions[0].offset // lone.dtype.itemsize
             blank.set_(frame.untyped_storage(), offset, lone.shape, lone.stride).requires_grad_(lone.requires_grad)
             return blank if self.form is Tensor else self.form((blank,))
         items: list[Any] = [None] * len(self.slots)
         for leaf, slot, offset in self._settled:
-            blank = torch.empty(0, dtype=slot.dtype)
+            blank = torch.empty(0, dtype=slot.dtype, device="cpu")
             items[leaf] = blank.set_(frame.untyped_storage(), offset, slot.shape, slot.stride)
         arrived = iter(directs)
         for region in self._unsettled:

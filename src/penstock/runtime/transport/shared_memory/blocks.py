@@ -228,4 +228,4 @@ class InBlock:
 
 def build_plain(layout: Layout) -> Any:
     """A value without a tensor that has any bytes."""
-    return layout.build(torch.empty(HEADER_BYTES, dtype=torch.uint8), (), None)
+    return layout.build(torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu"), (), None)

@@ -1,0 +1,130 @@
+"""Devices in torch's own words, so that the rest of the package names no kind of accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+CPU = torch.device("cpu")
+
+
+def accelerator() -> str | None:
+    """Return the kind of accelerator that this process can use, such as "cuda"; None without any."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else found.type
+
+
+def device_types() -> tuple[str, ...]:
+    """Return the kinds of devices that this process computes on."""
+    found = accelerator()
+    return ("cpu",) if found is None else ("cpu", found)
+
+
+def on_accelerator(device: torch.device | None) -> bool:
+    """Return whether kernels on this device run while the host goes on."""
+    return device is not None and device.type not in ("cpu", "meta")
+
+
+def indexed(device: torch.device | str) -> torch.device:
+    """Return the device with its number: an accelerator without one is this thread's current device."""
+    found = torch.device(device)
+    if on_accelerator(found) and found == torch.device(found.type) and found.type == accelerator():
+        return torch.device(found.type, torch.accelerator.current_device_index())
+    return found
+
+
+@contextmanager
+def as_caller(device: torch.device, streams: Iterable[torch.Stream], default: torch.device) -> Iterator[None]:
+    """A context in which a thread computes as the one that called it would: on its streams, with its default device.
+
+    All three belong to a thread in torch; `device` is the current one inside, which is this thread's own.
+    """
+    for stream in streams:
+        if torch.accelerator.current_stream(stream.device) != stream:
+            torch.accelerator.set_stream(stream)
+    if on_accelerator(device):
+        torch.accelerator.set_device_index(device)
+    with nullcontext() if default == torch.get_default_device() else default:
+        yield
+
+
+def device_memory() -> int | None:
+    """Return the bytes that the smallest device of the accelerator has; None where torch cannot ask it."""
+    try:
+        found = [torch.accelerator.get_memory_info(index)[1] for index in range(torch.accelerator.device_count())]
+        return min(found, default=None)
+    except (RuntimeError, AttributeError):  # not every kind has this
+        return None
+
+
+def to_device(value: Any, device: torch.device | None) -> Any:
+    """Return the value with its tensors on a device; None leaves them where they are.
+
+    The host does not wait for copies to an accelerator, whose kernels do.
+    """
+    if device is None:
+        return value
+    behind = on_accelerator(device)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=behind), value)
+
+
+_COPYING: dict[torch.device, torch.Stream] = {}  # of this process: one beside the kernels of each device
+
+
+@contextmanager
+def copying(device: torch.device) -> Iterator[Callable[[Any], Any]]:
+    """Yield a `to_device` whose copies run beside the kernels that are queued; after the block, the stream has them.
+
+    Copies from pinned memory are under way while the host goes on; others do not wait for kernels either.
+    """
+    if not on_accelerator(device):
+        yield partial(to_device, device=device)
+        return
+    here = torch.accelerator.current_stream(device)
+    beside = _COPYING.get(device) or _COPYING.setdefault(device, torch.Stream(device=device))
+
+    def moved(tensor: Tensor) -> Tensor:
+        copy = tensor.to(device, non_blocking=True)
+        if copy is not tensor:
+            copy.record_stream(here)
+        return copy
+
+    with beside:
+        yield partial(pytree.tree_map_only, Tensor, moved)
+    here.wait_stream(beside)
+
+
+def backends() -> str:
+    """Return the backends of a process group: gloo for the CPU, and the accelerator's own where there is one."""
+    kind = accelerator()
+    own = None if kind is None else torch.distributed.Backend.default_device_backend_map.get(kind)
+    return "gloo" if own in (None, "gloo") else f"cpu:gloo,{kind}:{own}"
+
+
+@cache
+def generator_of(device: torch.device) -> torch.Generator:
+    """Return the generator that a device's operations draw from by default."""
+    if not on_accelerator(device):
+        return torch.default_generator
+    if device.type == "mps":  # Its module has one function in the place of the tuple that the others have.
+        one: torch.Generator = torch.mps._get_default_mps_generator()
+        return one
+    module: Any = torch.get_device_module(device)
+    if not module.is_initialized():
+        module.init()
+    found: torch.Generator = module.default_generators[indexed(device).index]
+    return found
+
+
+def generators() -> list[torch.Generator]:
+    """Return the generators of all the accelerator's devices."""
+    kind = accelerator()
+    if kind is None:
+        return []
+    return [generator_of(torch.device(kind, index)) for index in range(torch.accelerator.device_count())]

@@ -119,7 +119,7 @@ SCHEDULES = [  # of a schedule's file, or of a recorded run
     for name in ("show", "verify", "simulate", "rehearse", "compare", "view", "studio --out page.html")
     for source in ("planted.json", "planted.csv", "trace.json")
 ]
-NO_FILES = {"primer", "bench", "search"}  # programs of our own, by name; and sizes
+NO_FILES = {"primer", "bench", "search", "doctor"}  # programs of our own, by name; and sizes
 
 
 COMMANDS = [*LOOKING, *SCHEDULES]

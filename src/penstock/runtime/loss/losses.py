@@ -217,7 +217,7 @@ def sum_in_order(losses: Tensor, shares: Sequence[float]) -> float:
         return sum(terms[1:], terms[0]).item() if terms else 0.0
     rounded: Callable[[float], float] = _as_float if losses.dtype is torch.float32 else float
     result: float | None = None
-    weighted: list[float] = (losses * torch.tensor(shares, dtype=losses.dtype)).tolist()
+    weighted: list[float] = (losses * torch.tensor(shares, dtype=losses.dtype, device=losses.device)).tolist()
     for number in counted:
         result = weighted[number] if result is None else rounded(result + weighted[number])
     return 0.0 if result is None else result  # all 0: it is other replicas' batches that count

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import penstock
+from penstock.devices import accelerator, backends
 
 TOPOLOGIES = (("nvidia-smi", "topo", "-m"), ("rocm-smi", "--showtopo"), ("xpu-smi", "topology", "-m"))
 SECONDS = 20  # for a vendor's tool
@@ -19,18 +20,12 @@ SECONDS = 20  # for a vendor's tool
 
 def device_type() -> str:
     """Return the kind of device that a pipeline would use here."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if found is None else found.type
+    return accelerator() or "cpu"
 
 
 def device_count(kind: str) -> int:
     """Return how many ranks this machine has devices for; a CPU stands for as many as it has cores, two at least."""
     return max(2, len(os.sched_getaffinity(0))) if kind == "cpu" else int(torch.accelerator.device_count())
-
-
-def default_backend(kind: str) -> str:
-    """Return the backend by which processes exchange tensors of this kind of device."""
-    return str(dist.get_default_backend_for_device(kind))
 
 
 def describe_machine() -> dict[str, Any]:
@@ -45,7 +40,7 @@ def describe_machine() -> dict[str, Any]:
         "device": names[0],
         "devices": names,
         "kind": kind,
-        "backend": default_backend(kind),
+        "backend": backends(),
         "penstock": penstock.__version__,
         "torch": torch.__version__,
         "runtime": torch.version.cuda or torch.version.hip or torch.version.xpu or "",

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.doctor.machine import default_backend
+from penstock.devices import backends
 
 START = 120.0  # seconds for processes to load torch and to find each other
 SETTLE = 3.0  # seconds in which other ranks may still answer once one has failed
@@ -216,9 +216,8 @@ def _join(rank: int, world: int, kind: str, bound: bool, meeting: str) -> Place:
     else:
         torch.accelerator.set_device_index(rank)
         device = torch.device(kind, rank)
-    backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{default_backend(kind)}"
     dist.init_process_group(
-        backend,
+        backends(),
         init_method=f"file://{meeting}",
         rank=rank,
         world_size=world,

@@ -12,11 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from penstock.doctor.ranks import Place
 
 TRIALS, WARM_UP = 5, 2
 PING, PINGS = 8, 50  # numbers in a message without content, and how many are timed together
+LONG = 0.005  # seconds beside which what starts an operation counts little
+PRODUCTS = (512, 1024, 2048, 4096, 8192)  # the sizes to try until one takes so long
+BLOCKS = (2**22, 2**24, 2**26, 2**28)  # bytes, likewise
 
 
 def _seconds(place: Place, work: Callable[[], object]) -> float:
@@ -39,17 +43,22 @@ def _median(place: Place, work: Callable[[], object]) -> float:
 
 def measure_products(place: Place) -> dict[str, Any]:
     """Measure a large product, and a copy within the device's memory, while all other ranks do the same."""
-    on_host = place.device.type == "cpu"
-    size, dtype = (512, torch.float32) if on_host else (8192, torch.bfloat16)
-    a, b = (torch.randn(size, size, device=place.device).to(dtype) for _ in range(2))
-    made, block = torch.empty_like(a), torch.empty(2**24 if on_host else 2**28, dtype=torch.uint8, device=place.device)
-    copied = torch.empty_like(block)
+    dtype = torch.float32 if place.device.type == "cpu" else torch.bfloat16
     dist.barrier()
-    product = _median(place, lambda: torch.mm(a, b, out=made))
-    copy = _median(place, lambda: copied.copy_(block))
+    for size in PRODUCTS:
+        a, b = (torch.randn(size, size, device=place.device).to(dtype) for _ in range(2))
+        made = torch.empty_like(a)
+        product = _median(place, partial(torch.mm, a, b, out=made))
+        if product > LONG:
+            break
+    for length in BLOCKS:
+        block = torch.zeros(length, dtype=torch.uint8, device=place.device)
+        copy = _median(place, partial(torch.empty_like(block).copy_, block))
+        if copy > LONG:
+            break
     return {
         "flops": 2.0 * size**3 / product,
-        "bandwidth": 2.0 * block.numel() / copy,
+        "bandwidth": 2.0 * length / copy,
         "memory": _memory(place),
         "dtype": str(dtype).removeprefix("torch."),
     }
@@ -65,24 +74,36 @@ def _memory(place: Place) -> float:
 
 def measure_links(place: Place) -> dict[str, Any]:
     """Measure latency and bandwidth between each two devices, one pair at a time; the lower rank of a pair reports."""
-    block = torch.zeros(2**23 if place.device.type == "cpu" else 2**26, dtype=torch.uint8, device=place.device)
     ping = torch.zeros(PING, device=place.device)
     found = {}
     for low in range(place.world):
         for high in range(low + 1, place.world):
             if place.rank in (low, high):
-                peer, first = (high, True) if place.rank == low else (low, False)
-
-                def exchange(tensor: torch.Tensor, times: int = 1, peer: int = peer, first: bool = first) -> None:
-                    for _ in range(times):
-                        for sends in (first, not first):
-                            dist.send(tensor, peer) if sends else dist.recv(tensor, peer)
-
+                exchange = partial(_exchange, high if place.rank == low else low, place.rank == low)
                 short = _median(place, partial(exchange, ping, PINGS)) / (2 * PINGS)
-                long = _median(place, partial(exchange, block)) / 2
-                found[f"{low}-{high}"] = {"latency": short, "bandwidth": block.numel() / max(long - short, 1e-9)}
+                length, long = _long_transfer(place, low, high, exchange)
+                found[f"{low}-{high}"] = {"latency": short, "bandwidth": length / max(long / 2 - short, 1e-9)}
             dist.barrier()
     return {"pairs": {pair: figures for pair, figures in found.items() if pair.startswith(f"{place.rank}-")}}
+
+
+def _exchange(peer: int, first: bool, tensor: Tensor, times: int = 1) -> None:
+    """Send a tensor to and fro."""
+    for _ in range(times):
+        for sends in (first, not first):
+            dist.send(tensor, peer) if sends else dist.recv(tensor, peer)
+
+
+def _long_transfer(place: Place, low: int, high: int, transfer: Callable[[Tensor], object]) -> tuple[int, float]:
+    """Return bytes of which the transfer takes long enough on the lower rank, and its seconds here."""
+    for length in BLOCKS:
+        block = torch.zeros(length, dtype=torch.uint8, device=place.device)
+        seconds = _median(place, partial(transfer, block))
+        enough = torch.tensor([seconds > LONG])  # both ranks go by the lower one's watch
+        dist.send(enough, high) if place.rank == low else dist.recv(enough, low)
+        if enough:
+            break
+    return length, seconds
 
 
 def measure_overlap(place: Place) -> dict[str, Any]:
@@ -90,34 +111,30 @@ def measure_overlap(place: Place) -> dict[str, Any]:
 
     Ranks 0 and 1 take part; the kernels take about as long as the transfer.
     """
-    if place.rank > 1:
-        dist.barrier()
-        return {}
-    peer = 1 - place.rank
-    on_host = place.device.type == "cpu"
-    block = torch.zeros(2**24 if on_host else 2**27, dtype=torch.uint8, device=place.device)
-    a = torch.randn(256 if on_host else 2048, 256 if on_host else 2048, device=place.device)
-    made = torch.empty_like(a)
+    found = _overlapped(place) if place.rank < 2 else {}
+    dist.barrier()
+    return found
 
-    def start() -> Any:
-        return dist.isend(block, peer) if place.rank == 0 else dist.irecv(block, peer)
 
-    def transfer() -> None:
-        start().wait()
+def _overlapped(place: Place) -> dict[str, Any]:
+    def start(block: Tensor) -> Any:
+        return dist.isend(block, 1) if place.rank == 0 else dist.irecv(block, 0)
 
     def kernels(count: int) -> None:
         for _ in range(count):
             torch.mm(a, a, out=made)
 
     def both(count: int) -> None:
-        work = start()
+        work = start(block)
         kernels(count)
         work.wait()
 
-    alone = _median(place, transfer)
-    count = max(1, round(alone / max(_median(place, lambda: kernels(10)) / 10, 1e-9)))  # each rank for itself
-    computing, transfer_alone = _median(place, lambda: kernels(count)), _median(place, transfer)
-    together = _median(place, lambda: both(count))
-    dist.barrier()
-    hidden = (computing + transfer_alone - together) / min(computing, transfer_alone)
-    return {"kernels": computing, "transfer": transfer_alone, "both": together, "hidden": min(max(hidden, 0.0), 1.0)}
+    a = torch.randn(256, 256, device=place.device)
+    made = torch.empty_like(a)
+    length, alone = _long_transfer(place, 0, 1, lambda block: start(block).wait())
+    block = torch.zeros(length, dtype=torch.uint8, device=place.device)
+    count = max(1, round(10 * alone / max(_median(place, partial(kernels, 10)), 1e-9)))
+    computing, transfer = _median(place, partial(kernels, count)), _median(place, lambda: start(block).wait())
+    together = _median(place, partial(both, count))
+    hidden = (computing + transfer - together) / min(computing, transfer)
+    return {"kernels": computing, "transfer": transfer, "both": together, "hidden": min(max(hidden, 0.0), 1.0)}

@@ -24,6 +24,7 @@ def notice_dual_levels() -> None:
     @wraps(enter)
     def enter_dual_level() -> int:
         needs_to_be_alone("opens a level of forward-mode differentiation, of which a process has one")
-        return enter()
+        level: int = enter()  # type: ignore[no-untyped-call]
+        return level
 
     forward_ad.enter_dual_level = enter_dual_level

@@ -59,10 +59,10 @@ class ParametersBefore:
                 self._hooks.append((parameter, hooks, dict(hooks)))
                 hooks.clear()
 
-    def release_hooks(self) -> list[Callable[[], None]]:
+    def release_hooks(self) -> list[Callable[[], object]]:
         """Give the hooks back, and return the calls that are due: of parameters that have got a gradient."""
         before = {id(parameter): then for parameter, *then in self._gradients}
-        due: list[Callable[[], None]] = []
+        due: list[Callable[[], object]] = []
         for parameter, hooks, held in self._hooks:
             registered_since = dict(hooks)
             hooks.clear()

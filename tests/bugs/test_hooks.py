@@ -34,6 +34,7 @@ class Hooked(nn.Module):
     def __init__(self, fired: Fired) -> None:
         super().__init__()
         self.linear, self.fired = nn.Linear(WIDTH, WIDTH).double(), fired
+        self.last = nn.Linear(WIDTH, WIDTH).double()
         self.scale = nn.Parameter(torch.ones(WIDTH).double())  # with it all inputs of `linear` have a gradient
         self.linear.register_full_backward_hook(self._after)
         self.linear.register_full_backward_pre_hook(lambda *_: fired.update(["pre"]))
@@ -58,7 +59,11 @@ class Hooked(nn.Module):
             y.register_hook(self._changing("between", 0.75))
             both = [each for each in (x, y) if each.requires_grad]
             register_multi_grad_hook(both, lambda _: self.fired.update(["several"]))
-        return y * 2
+        z = self.last(y)
+        if z.requires_grad:
+            z.register_hook(self._changing("last", 1.5))
+            z.grad_fn.register_prehook(lambda gradients: (2 * gradients[0],))
+        return z
 
 
 def stages(count: int) -> tuple[list[Hooked], list[Fired]]:
@@ -123,3 +128,17 @@ def test_hooks_fire_once_for_each_microbatch_on_processes() -> None:
     for family in FAMILIES:
         for how in RECOMPUTE:
             check(family, [rank[family, how] for rank in ranks])
+
+
+def test_a_hook_on_a_parameter_that_each_forward_registers_is_refused() -> None:
+    """With several microbatches under way it fires for all of them, and twice as often where a forward runs again."""
+
+    class Registers(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            handle = self.weight.register_hook(lambda gradient: handle.remove() or gradient * 2)
+            return super().forward(input)
+
+    x, y = batch()
+    pipe = penstock.Pipeline([Registers(WIDTH, WIDTH).double()], microbatches=MICROBATCHES, loss_fn=F.mse_loss)
+    with pipe, pytest.raises(penstock.errors.PeerFailure, match="stage 0 registers a hook on its parameter weight in"):
+        pipe.step(x, target=y)

@@ -364,6 +364,19 @@ class Hooked(nn.Module):
         return x
 
 
+class HookedInput(nn.Module):
+    """Hooks on what it was given, which others do not read: they change the gradient that goes back."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 0.5)
+        return torch.tanh(self.linear(x))
+
+
 class Attend(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -25,8 +25,8 @@ OPTIONS = {
 }  # layers with an option: from 0 to below this
 PLAIN = (
     "Dense", "Gelu", "Norm", "Bias", "BiasOnly", "Cat", "CatFirst", "Residual", "Square", "Scale", "InPlace", "Part",
-    "Columns", "Same", "Frozen", "HalfFrozen", "Detached", "Weighted", "Checkpointed", "Hooked", "Attend", "Convolve",
-    "Recur", "Custom",
+    "Columns", "Same", "Frozen", "HalfFrozen", "Detached", "Weighted", "Checkpointed", "Hooked", "HookedInput",
+    "Attend", "Convolve", "Recur", "Custom",
 )  # fmt: skip
 STATE = ("BatchNorm", "Count", "Mean", "Calls", "Seen")
 RANDOM = ("Drop", "Noise")
@@ -46,6 +46,7 @@ LOSSES = ("mse", "mse", "sum", "weighted", "cross", "known", "own", "kwargs")
 CLASSES = (
     "state", "random", "writing", "branch", "extra", "forks", "skips", "shared", "side", "faults", "evaluate",
     "precision", "recompute", "clip", "losses", "microbatches", "replay", "graph", "sequential", "frozen", "scratch",
+    "hooks",
 )  # fmt: skip
 
 
@@ -83,6 +84,7 @@ class Case:
     every: int = 1  # steps between those of the optimizer
     optimizer: str | None = None
     to_none: bool = True  # what zero_grad does
+    inside: bool = False  # each parameter's hook updates it when its gradient is complete
     clip: float | None = None  # the norm of all gradients, before the optimizer
     recompute: str = "never"
     precision: str | None = None
@@ -193,8 +195,12 @@ class Case:
             return False
         if self.loss == "own" and (self.way == "sequential" or stages - 1 in self.side_at):
             return False
-        if self.clip is not None and self.optimizer is None:
+        if (self.clip is not None or self.inside) and self.optimizer is None:
             return False
+        if self.inside and (self.clip is not None or self.every > 1 or self.replicate is not None):
+            return False
+        if self.has("HookedInput") and (self.skip is not None or self.has("Fork")):
+            return False  # a value with two readers, of which one has the hook
         if self.fault is None:
             return True
         step, stage, _, microbatch = self.fault
@@ -291,6 +297,8 @@ def _stages(chance: random.Random, count: int, without: set[str]) -> tuple[tuple
     for name, kinds in groups.items():
         if name not in without:
             pool += kinds
+    if "hooks" in without:
+        pool = [kind for kind in pool if kind not in ("Hooked", "HookedInput")]
     if "frozen" in without:
         pool = [kind for kind in pool if kind not in ("Frozen", "HalfFrozen", "Detached")]
 
@@ -304,6 +312,8 @@ def _stages(chance: random.Random, count: int, without: set[str]) -> tuple[tuple
         stages[0] = [layer("Scratch")]
     if count > 1 and chance.random() < 0.15 and "scratch" not in without:
         stages[chance.randrange(1, count)].insert(0, layer("Rewrites"))
+    if count > 1 and chance.random() < 0.15 and "hooks" not in without:
+        stages[chance.randrange(1, count)].insert(0, layer("HookedInput"))
     if "forks" not in without and chance.random() < 0.2:  # between two stages, or inside of one
         at = chance.randrange(count)
         stages[at].append(layer("Fork"))
@@ -327,6 +337,8 @@ def _with_more(chance: random.Random, case: Case, without: set[str], maybe: Any)
             case = replace(case, skip=(first, chance.randrange(first + 2, ends)))
     if maybe(0.2, "shared"):
         case = _with_a_shared_layer(chance, case)
+    if case.optimizer is not None and maybe(0.15, "hooks"):
+        case = replace(case, inside=True, every=1, clip=None)
     if maybe(0.15, "faults"):
         fault = (chance.randrange(case.steps), chance.randrange(stages), chance.choice(("forward", "backward")))
         case = replace(case, fault=(*fault, chance.randrange(case.microbatches)))

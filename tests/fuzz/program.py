@@ -69,6 +69,7 @@ def flags_of(case: Case) -> set[str]:
         "rows": case.side == "rows",
         "evaluate": case.evaluate,
         "optimizer": case.optimizer is not None,
+        "inside": case.inside,
         "clip": case.clip is not None,
         "units": case.way == "replay" and case.has(*RANDOM),
         "replicas": case.replicate is not None,

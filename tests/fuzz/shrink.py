@@ -16,6 +16,7 @@ FAMILIES = ("gpipe", "1f1b", "zb-h1")  # the simplest first; always to a simpler
 SIMPLE: dict[str, Any] = {  # from what is most worth being rid of
     "fault": None,
     "clip": None,
+    "inside": False,
     "evaluate": False,
     "skip": None,
     "shared": (),
@@ -35,7 +36,7 @@ SIMPLE: dict[str, Any] = {  # from what is most worth being rid of
     "seed": 0,
 }
 
-ALONG: dict[str, dict[str, Any]] = {"side": {"side_at": ()}, "optimizer": {"clip": None}}
+ALONG: dict[str, dict[str, Any]] = {"side": {"side_at": ()}, "optimizer": {"clip": None, "inside": False}}
 
 
 def smaller(case: Case) -> Iterator[Case]:

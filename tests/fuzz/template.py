@@ -172,10 +172,22 @@ def keep(found, step, parameters, buffers, modules=()):
             found[f"step {step}: attributes of {name}"] = module.seen.clone()
 
 
+def updating(parameters):  # if: inside
+    """A function that updates one of the parameters, and clears its gradient."""
+    optimizers = {each: torch.optim.OPTIMIZER([each], **SETTINGS) for each in parameters}
+
+    def update(parameter):
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad(set_to_none=TO_NONE)
+
+    return update
+
+
 def plain():
     """Gradient accumulation, microbatch by microbatch."""
     models, found = [make() for _ in range(REPLICAS)], {}
     optimizers = [torch.optim.OPTIMIZER(model.parameters(), **SETTINGS) for model in models]  # if: optimizer
+    update = updating(models[0].parameters())  # if: inside
     for step in range(STEPS):
         shares = shares_of(*(batch(step, replica)[2] for replica in range(REPLICAS)))
         totals, before = [], [parameter.grad for parameter in models[0].parameters()]
@@ -196,6 +208,8 @@ def plain():
             terms = [term for term in (old, *(copy.grad for copy in copies)) if term is not None]
             for copy in copies:
                 copy.grad = sum(terms[1:], terms[0]) if terms else None
+        for old, parameter in zip(before, models[0].parameters()):  # if: inside
+            update(parameter) if parameter.grad is not old else None
         for replica, model in enumerate(models):
             buffers = model.named_buffers()  # if: alone
             buffers = ((f"{n} of replica {replica}", b) for n, b in model.named_buffers())  # if: replicas
@@ -207,7 +221,7 @@ def plain():
             parts = [loss * share for loss, share in zip(losses, shares[0])]
             found[f"step {step}: evaluated"] = sum(parts[1:], parts[0])  # if: alone
             model.train()
-        for optimizer, model in zip(optimizers, models) if step % EVERY == EVERY - 1 else ():  # if: optimizer
+        for optimizer, model in zip(optimizers, models) if step % EVERY == EVERY - 1 else ():  # if: optimizer !inside
             found[f"step {step}: norm"] = nn.utils.clip_grad_norm_(model.parameters(), CLIP)  # if: clip
             optimizer.step()
             optimizer.zero_grad(set_to_none=TO_NONE)
@@ -238,7 +252,10 @@ def piped():
         # here: options
     )
     with pipe:
-        optimizer = torch.optim.OPTIMIZER(pipe.parameters(), **SETTINGS)  # if: optimizer
+        optimizer = torch.optim.OPTIMIZER(pipe.parameters(), **SETTINGS)  # if: optimizer !inside
+        update = updating(pipe.parameters())  # if: inside
+        for parameter in pipe.parameters():  # if: inside
+            parameter.register_post_accumulate_grad_hook(update) if parameter.requires_grad else None
         for step in range(STEPS):
             if step == FAULT[0]:  # if: fault
                 ARMED, (args, kwargs, more) = True, given(step, replica)
@@ -267,7 +284,7 @@ def piped():
             predicted = torch.stack(list(pipe.evaluate(*args, **kwargs).losses))  # if: evaluate own
             if predicted is not None:  # if: evaluate
                 found[f"step {step}: predicted by replica {replica}"] = predicted.reshape(-1)
-            if step % EVERY == EVERY - 1:  # if: optimizer
+            if step % EVERY == EVERY - 1:  # if: optimizer !inside
                 found[f"step {step}: norm"] = pipe.clip_grad_norm_(CLIP)  # if: clip
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=TO_NONE)

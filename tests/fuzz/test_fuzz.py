@@ -110,6 +110,20 @@ def test_a_wrong_pipeline_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("off by 1 of the largest number" in text for name, text in outcome.differences if "gradient" in name)
 
 
+def test_hooks_that_fire_too_often_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: both forwards of a recomputed stage run on one tensor; hooks do not wait for complete gradients."""
+    from penstock.runtime.engine.stage import StageInput
+    from penstock.runtime.state.parameters import ParametersBefore
+
+    arriving = Case(((DENSE,), (Layer("HookedInput"),)), ranks=2, recompute="always")
+    inside = Case(((DENSE,), (DENSE,)), ranks=2, optimizer="SGD", inside=True, steps=2)
+    assert [run_on_threads(case).kind for case in (arriving, inside)] == ["same", "same"]
+    monkeypatch.setattr(StageInput, "aliased", StageInput.with_own_containers)
+    assert run_on_threads(arriving).kind == "differs"
+    monkeypatch.setattr(ParametersBefore, "hold_hooks", lambda _: None)
+    assert run_on_threads(inside).bad
+
+
 @pytest.mark.slow
 def test_a_program_runs_by_itself(tmp_path: Path) -> None:
     path = tmp_path / "case.py"

@@ -187,9 +187,7 @@ class StepLoop:
             "a GradScaler": self._weights.scaler is not None,
             "hooks of the optimizer, or objects that it holds": self._weights.updates.depends_on_all
             and not self._weights.updates.can_be_taken_back,
-            "hooks of parameters that want complete gradients": any(
-                each._post_accumulate_grad_hooks for each in self._parts.state.parameters()
-            ),
+            "hooks of parameters that want complete gradients": deployment.ranks.transactions[0].has_hooks(),
             "BatchOptions(inputs='first')": batches.options.inputs == "first",
             "by_tokens without the lengths on every rank": batches.options.split is not None
             and not batches.have_lengths,

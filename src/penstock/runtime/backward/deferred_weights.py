@@ -111,8 +111,12 @@ class DeferredWeights:
             raise RunError(f"I needs a recorded forward and runs once; this microbatch is {self._status}")
         self._status = "in I"
 
-    def arrived(self, product: DeferredProduct, gradients: Sequence[Tensor | None]) -> None:
-        """The gradient of what a product gave; called by its node in autograd's graph."""
+    def arrived(self, product: DeferredProduct, _: Any, gradients: Sequence[Tensor | None]) -> None:
+        """Keep the gradient of what a product gave.
+
+        Its node in autograd's graph calls this when it has run, with what it was given: hooks ahead of a node may
+        change that, also those that were registered later than this one.
+        """
         gradient = gradients[0]
         if gradient is not None:
             if self._status != "in I":

@@ -109,7 +109,7 @@ class DeferringMode(TorchFunctionMode):
             bias = bias if waiting_bias is None else self._cast_once(waiting_bias, dtype)
         output, x, options = product.compute(func, x, weight, bias, options)
         waiting = DeferredProduct(product.formula, x, own, waiting_bias, options)
-        output.grad_fn.register_prehook(partial(self.deferred.arrived, waiting))  # type: ignore[union-attr]
+        output.grad_fn.register_hook(partial(self.deferred.arrived, waiting))  # type: ignore[union-attr]
         self.deferred.products.append(waiting)
         return output
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.errors import RunError
+from penstock.errors import ModelError, RunError
 from penstock.model.part import OUTPUT, StagePart
 from penstock.optim.precision import Precision
 from penstock.runtime.backward.deferred_weights import DeferredWeights
@@ -88,6 +88,7 @@ class Stage:
         self.hold(loss)
         self._seeds: Sequence[int] = ()  # of the step's microbatches, where this rank has the generator to itself
         self.gathering = False  # `gathers`, in the step that runs
+        self._has_run = False
         self._final = None if self.attached else OUTPUT  # the output that leaves the pipeline
 
     def hold(self, loss: nn.Module | None) -> None:
@@ -183,6 +184,7 @@ class Stage:
             graph.deferred = mode.deferred
             recording = None if self._parameters.differentiates else mode
         loss: Tensor | None = None
+        hooks = None if self._has_run else self._parameter_hooks()
         outer, NOW.own = NOW.own, phase  # as `with phase` does, without its two calls per compute
         try:
             with numbers, _NOTHING if self.precision is None else self.precision():
@@ -194,6 +196,8 @@ class Stage:
                         loss = stage_input.loss_of(emitted[OUTPUT])
         finally:
             NOW.own = outer
+        if hooks is not None:
+            self._check_no_new(hooks)
         graph.end_forward(emitted, loss, phase.extra, self.attached)
         if mode is not None:
             if mode.candidates:
@@ -202,6 +206,21 @@ class Stage:
                 self._parameters.has_none = True
         self._inspect_graph(graph, kind)
         return emitted, loss, phase.extra
+
+    def _parameter_hooks(self) -> dict[str, int]:
+        """Count the hooks of each parameter."""
+        return {name: len(each._backward_hooks or ()) for name, each in self.module.named_parameters()}
+
+    def _check_no_new(self, hooks: Mapping[str, int]) -> None:
+        """Raise if the stage's first forward has registered hooks on its parameters."""
+        self._has_run = True
+        for name, count in self._parameter_hooks().items():
+            if count > hooks.get(name, count):
+                raise ModelError(
+                    f"stage {self.part.index} registers a hook on its parameter {name} in its forward: microbatches "
+                    f"share the parameter, so it would also fire for those that are under way; register it once, "
+                    f"before training, or on a tensor that the forward makes"
+                )
 
     def _random_numbers(self, microbatch: int) -> Any:
         """Those of one forward: seeded at once, or a context to enter, where ranks share the generator."""

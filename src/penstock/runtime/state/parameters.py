@@ -51,6 +51,10 @@ class ParametersBefore:
         """Return the parameters, each with its version now."""
         return [(parameter, version_of(parameter)) for parameter in self._parameters]
 
+    def have_hooks(self) -> bool:
+        """Return whether any of the parameters has a hook that wants its complete gradient."""
+        return any(parameter._post_accumulate_grad_hooks for parameter in self._parameters)
+
     def hold_hooks(self) -> None:
         """Take the hooks that want complete gradients away from their parameters."""
         for parameter in self._parameters:

@@ -109,6 +109,10 @@ class Transaction:
         for run in complete:
             run()
 
+    def has_hooks(self) -> bool:
+        """Return whether hooks want complete gradients of parameters that took part in the last step."""
+        return any(rank.parameters.have_hooks() for rank in self._ranks.values())
+
     def take_back(self) -> bool:
         """Undo the last step all the same, though it ended well, but for gradients; returns whether all is as before.
 

@@ -230,3 +230,17 @@ def test_a_run_whose_folder_is_deleted_does_not_end_well(tmp_path: Path, monkeyp
     settings = [*TINY, "training.steps=6", OWN, "output=out", "pipeline.workers=threads", "evaluation.every=0"]
     result = run("train", *settings, "logging.callback=deleter:seen")
     assert (result.exit_code, "metrics.jsonl was removed" in result.stderr) == (2, True), result.output
+
+
+def test_a_fresh_start_removes_nothing_from_a_folder_that_holds_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configuration of somebody else says where `output` is: it may be where your own logs are."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("some words to learn, " * 200)
+    Path("home/logs").mkdir(parents=True)
+    Path("home/logs/precious").write_text("mine")
+    Path("home/config.json").write_text('{"mine": true}')
+    result = run("train", *TINY, OWN, "output=home", "--fresh")
+    assert (result.exit_code, "home is not the folder of a run" in result.stderr) == (2, True), result.output
+    assert Path("home/logs/precious").read_text() == "mine"

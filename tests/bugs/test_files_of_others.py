@@ -22,10 +22,12 @@ from command import run
 import penstock
 from penstock.checkpoint.disk.manifest import seal
 from penstock.cli import app
+from penstock.errors import FileError
 from penstock.planner.writing import to_toml
 from penstock.schedule import build
 from penstock.train.config.read import load_config, read_config, to_document
 from penstock.train.config.source import CODE_KEYS
+from penstock.train.run.run_folder import RunFolder
 
 # Whatever is imported of it, called with whatever, leaves a mark.
 CANARY = """
@@ -230,3 +232,45 @@ def test_a_run_whose_folder_is_deleted_does_not_end_well(tmp_path: Path, monkeyp
     settings = [*TINY, "training.steps=6", OWN, "output=out", "pipeline.workers=threads", "evaluation.every=0"]
     result = run("train", *settings, "logging.callback=deleter:seen")
     assert (result.exit_code, "metrics.jsonl was removed" in result.stderr) == (2, True), result.output
+
+
+def test_a_fresh_start_removes_nothing_from_a_folder_that_holds_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configuration of somebody else says where `output` is: it may be where your own logs are."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("some words to learn, " * 200)
+    Path("home/logs").mkdir(parents=True)
+    Path("home/logs/precious").write_text("mine")
+    Path("home/config.json").write_text('{"mine": true}')
+    result = run("train", *TINY, OWN, "output=home", "--fresh")
+    assert (result.exit_code, "home is not the folder of a run" in result.stderr) == (2, True), result.output
+    assert Path("home/logs/precious").read_text() == "mine"
+
+
+def test_every_flipped_bit_of_a_cut_is_an_error_that_names_it_or_changes_nothing(tmp_path: Path) -> None:
+    """It was a KeyError. A count that is still one no longer adds up to the model's layers, which cutting finds."""
+    folder, place = RunFolder(tmp_path), tmp_path / "cut.json"
+    folder.keep_cut(2, [3, 4])
+    good, before = place.read_bytes(), folder.cut()
+    assert before == {"stages": 2, "counts": [3, 4]}
+    for bit in range(8 * len(good)):
+        damaged = bytearray(good)
+        damaged[bit // 8] ^= 1 << bit % 8
+        place.write_bytes(damaged)
+        named = ""
+        try:
+            found = folder.cut()
+        except FileError as error:
+            named = error.filename
+        assert named == str(place) or found == before or (found is not None and sum(found["counts"]) != 7)
+
+
+def test_a_terminal_is_shown_what_it_would_obey(folder: Path) -> None:
+    document = planted("model.source")
+    document["\x1b]0;title\x07\x1b[2J"] = {"a": "\x9b31m\u202e"}
+    write_run(folder / "run", document)
+    result = run("plan", "--check", "run")
+    assert result.exit_code == 2
+    assert "\\x1b]0;title\\x07\\x1b[2J" in result.stderr
+    assert not {character for character in result.output if ord(character) < 32} - {"\n"}

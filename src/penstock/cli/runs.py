@@ -52,23 +52,23 @@ def load_recording(source: str) -> ShownRun:
         found = [entry for entry in sorted(path.glob("*.json")) if entry.is_file() and _is_run(entry)]
         if not found:
             raise UsageError(f'the folder {source} holds no recorded run; write one with timeline.save("run.json")')
-        return _alone(source, found[0], path) if len(found) == 1 else _median(source, found)
+        return _alone(found[0], path) if len(found) == 1 else _median(source, found)
     if not is_run(source):
         if not path.is_file():
             raise UsageError(f'there is no recorded run {source}; write one with timeline.save("run.json")')
         raise ScheduleError([Fault(f"{source} is not a recorded run; write one with timeline.save({source!r})")])
-    return _alone(source, path)
+    return _alone(path)
 
 
-def _alone(source: str, path: Path, folder: Path | None = None) -> ShownRun:
-    timeline = _load(source, path)
+def _alone(path: Path, folder: Path | None = None) -> ShownRun:
+    timeline = _load(path)
     noted = None if folder is None else folder / NOTED
     if noted is not None and noted.is_file():
         try:
             document = read_json(noted)
             steps = RecordedSteps.read(document)
             return ShownRun(timeline, run_notes(document, steps), steps)
-        except (PenstockError, ValueError, KeyError, TypeError, AttributeError):
+        except (PenstockError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return ShownRun(timeline, [f"{noted.name} cannot be read: it is not what penstock train writes"])
     note = cores_note(timeline.cores, timeline.ranks)
     return ShownRun(timeline, [note] if note else [])
@@ -76,7 +76,7 @@ def _alone(source: str, path: Path, folder: Path | None = None) -> ShownRun:
 
 def _median(source: str, paths: list[Path]) -> ShownRun:
     """Several recordings of one schedule: the median one, and how far the others lie around it."""
-    timelines = [_load(str(path), path) for path in paths]
+    timelines = [_load(path) for path in paths]
     first = timelines[0].schedule
     if any(timeline.schedule != first for timeline in timelines):
         names = ", ".join(path.name for path in paths[:SHOWN])
@@ -89,12 +89,12 @@ def _median(source: str, paths: list[Path]) -> ShownRun:
     return ShownRun(shown, [note for note in notes if note], steps)
 
 
-def _load(source: str, path: Path) -> Timeline:
+def _load(path: Path) -> Timeline:
     try:
-        with naming(source):
+        with naming(str(path)):
             timeline = load(path)
     except UsageError as error:  # the file's own doing
-        raise ScheduleError([Fault(f"{source}: {error}")]) from None
+        raise ScheduleError([Fault(f"{path}: {error}")]) from None
     if not timeline.spans:
-        raise ScheduleError([Fault(f"{source}: nothing was recorded; run a step inside pipe.record()")])
+        raise ScheduleError([Fault(f"{path}: nothing was recorded; run a step inside pipe.record()")])
     return timeline

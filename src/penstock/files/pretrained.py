@@ -176,16 +176,18 @@ class PretrainedFolder:
     def _open(self, file: str) -> Any:
         try:
             return safe_open(plain_path(self.folder / file), framework="pt")
+        except FileNotFoundError as error:
+            raise UsageError(f"{self.folder / file}: there is no such file; copy it again") from error
         except FileError:
             raise
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
             path = self.folder / file
-            if not path.is_file():
-                raise UsageError(f"{path}: there is no such file; copy it again") from error
             raise UsageError(
                 f"{path} ({path.stat().st_size:,} bytes) cannot be read, as if it were incomplete: {error}; copy it "
                 f"again"
             ) from error
+        except OSError as error:
+            raise UsageError(f"{self.folder / file} cannot be read: {error.strerror}") from error
 
 
 def _pieces(tensor: Tensor) -> Iterator[tuple[int, int | None]]:

@@ -31,6 +31,7 @@ from penstock.train.run.memory import KINDS
 from penstock.train.run.metrics import MOST_METRICS
 from penstock.train.run.run_folder import RunFolder
 
+MOST_HELD = 2.0**60  # bytes of a process
 STEPS = 60  # how often the range of efficiencies is halved
 SPREAD_STEPS = 5  # fewer do not tell by how much steps differ
 SKIPPED = 3  # steps of a run in which libraries are still being loaded
@@ -107,6 +108,11 @@ def _memory_rows(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = read_json(path, list)
     if not all(isinstance(row, dict) and {*KINDS, "process"} <= set(row) for row in rows):
         raise _damaged(path, f"it does not list {', '.join(KINDS)} and process for each process")
+    held = [value for row in rows for value in row.values() if value is not None]
+    odd = [value for value in held if not (is_float(value) and 0 <= value < MOST_HELD)]
+    if odd or any(row["process"] is None for row in rows):
+        odd = odd or [None]
+        raise _damaged(path, f"a process holds {str(odd[0])[:40]} bytes")
     return rows
 
 

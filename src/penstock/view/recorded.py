@@ -15,6 +15,7 @@ from penstock.view.figures import percent, time_text
 
 __all__ = ["OUTLIER", "Recorded", "RecordedSteps", "cores_note", "run_notes"]
 
+LONGEST = 1e12  # seconds; more is no recording
 OUTLIER = 1.5  # times the median makespan
 LISTED = 5  # outliers that are named
 FEW = 4  # steps, from which on quartiles mean something
@@ -48,6 +49,8 @@ class RecordedSteps:
         ValueError, KeyError or TypeError where the document is anything else.
         """
         steps = tuple(Recorded(int(step), float(time), float(idle)) for step, time, idle in document["steps"])
+        if not all(0 <= each.makespan < LONGEST and 0 <= each.idle <= 1 for each in steps):
+            raise ValueError("a step has a time or an idle share that none has")
         return cls(steps, int(document.get("typical", steps[-1].step))) if steps else None
 
     @property

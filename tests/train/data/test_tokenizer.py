@@ -153,7 +153,7 @@ def test_what_cannot_be_told_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"the token ' Good' lies across the edge of an answer"):
         learned(saved(tmp_path / "across", across), CHAT)
     refusing = TURNS + "{{ raise_exception('users first') }}"
-    with pytest.raises(UsageError, match="the chat template does not take this chat: users first"):
+    with pytest.raises(UsageError, match=r"the chat template of .* does not take this chat: users first"):
         learned(saved(tmp_path / "refusing", refusing), CHAT)
     tokenizer = saved(tmp_path / "good", TURNS + PROMPT)
     for messages, words in (([], "an empty list"), ("a", "a str"), ([{"role": "user"}], "message 0 is")):

@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.output import guarded, write
-from penstock.cli.source import BatchSizes, Sizes, complete_source, is_file, read, whole
+from penstock.cli.source import BatchSizes, Sizes, complete_source, is_file, naming, read, whole
 from penstock.errors import UsageError
-from penstock.schedule import FAMILIES, family
+from penstock.schedule import FAMILIES, Schedule, family
 from penstock.view.studio import Shown, studio_page
 
 LOOPBACK = "127.0.0.1"
@@ -57,13 +57,17 @@ def _begin(sources: list[str], ranks: int | None, microbatches: int | None) -> S
     if len(sources) > SLOTS:
         raise UsageError(f"the studio shows two schedules side by side, not {len(sources)}; penstock view shows more")
     slots = [
-        read(source, Sizes(ranks, microbatches)).compute() if is_file(source) else family(source).name
-        for source in sources
+        _file(source, Sizes(ranks, microbatches)) if is_file(source) else family(source).name for source in sources
     ]
     files = [slot for slot in slots if not isinstance(slot, str)]
     if files:
         ranks, microbatches = files[0].ranks, files[0].microbatches
     return Shown(tuple(slots), *BatchSizes(ranks, microbatches).filled())
+
+
+def _file(source: str, sizes: Sizes) -> Schedule:
+    with naming(source):
+        return read(source, sizes).compute()
 
 
 class _Server(ThreadingHTTPServer):

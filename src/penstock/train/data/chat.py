@@ -111,7 +111,7 @@ def _written(tokenizer: Tokenizer, messages: Any, place: object, *, prompt: bool
         )
     except (TemplateError, TypeError, KeyError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
         why = str(error) or type(error).__name__
-        raise UsageError(f"{place}: the chat template does not take this chat: {why}") from None
+        raise UsageError(f"{place}: the chat template of {tokenizer.path} does not take this chat: {why}") from None
     return str(text)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import sys
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import islice
@@ -37,11 +38,15 @@ class Tokenizer:
     def __init__(self, path: str, end: str = "") -> None:
         self.path = path
         file = Path(path).expanduser()
+        if file.is_dir():
+            check_folder(file)
         alone = file.is_file() or ((file / FILE).is_file() and not (file / CONFIG).is_file())
         self.of_transformers: Any = None if alone else _open_folder(file)  # with its chat template
         self._fast: Any = _open_file(file / FILE if file.is_dir() else file) if alone else None
         if self.of_transformers is not None and self.of_transformers.is_fast:
             self._fast = self.of_transformers.backend_tokenizer
+        if self.of_transformers is not None:  # what is too long is for data.too_long to say, as below
+            self.of_transformers.model_max_length = sys.maxsize
         if self._fast is not None:  # a file may ask for both; what is too long is for data.too_long to say
             self._fast.no_truncation()
             self._fast.no_padding()
@@ -142,7 +147,6 @@ def _open_folder(path: Path) -> Any:
     loud = logging.getLogger("transformers.tokenization_utils_base")
     before = loud.level
     loud.setLevel(logging.ERROR)
-    check_folder(path)
     try:
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises nothing narrower

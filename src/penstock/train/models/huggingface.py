@@ -128,7 +128,7 @@ def configuration_of(config: TrainConfig) -> Any:
         read_json(Path(name) / "config.json")
         try:
             return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False, **options)
-        except NONSENSE as error:
+        except Exception as error:  # transformers and huggingface_hub have errors of their own for kinds of nonsense
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UsageError(f"model.source: {name} cannot be read: {first} ({NO_FOLDER_CODE})") from None
     if config.model.init == "pretrained":
@@ -148,11 +148,10 @@ def _of_shape(config: TrainConfig, shape: Any) -> nn.Module:
     dtype = (getattr(shape, "dtype", None) or torch.float32) if named == "auto" else getattr(torch, named)
     try:
         model: nn.Module = AutoModelForCausalLM.from_config(shape, trust_remote_code=False, dtype=dtype)  # type: ignore[no-untyped-call]
-    except NONSENSE as error:
+    except (*NONSENSE, RuntimeError) as error:
         name = config.model.source.removeprefix(HUGGINGFACE)
-        raise UsageError(
-            f"model.source: {name} is no language model: {(str(error) or repr(error)).splitlines()[0]}"
-        ) from None
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"model.source: {name} is no language model that can be built: {first}") from None
     return model
 
 
@@ -160,4 +159,8 @@ def _take_generation_config(model: Any, folder: Path) -> None:
     if (folder / "generation_config.json").is_file():
         from transformers import GenerationConfig
 
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        read_json(folder / "generation_config.json")
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except NONSENSE as error:
+            raise UsageError(f"{folder / 'generation_config.json'} cannot be read: {error}") from None

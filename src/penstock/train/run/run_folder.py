@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoint.disk.lock import Lock
+from penstock.checkpoint.disk.manifest import checkpoints_in
 from penstock.checkpoint.disk.plain_files import is_foreign_link, write_whole
 from penstock.errors import FileError, UsageError
 from penstock.reading import read_json
@@ -69,6 +70,11 @@ class RunFolder:
                 f"{self.root} has a run already; add --resume to go on from its newest checkpoint, --fresh to remove "
                 f"it and start over, or output=... to write elsewhere"
             )
+        if fresh and begun and not (self._has_config() or checkpoints_in(self.checkpoints)):
+            raise UsageError(
+                f"{self.root} is not the folder of a run (its config.json is not of one), so --fresh removes nothing "
+                f"there; choose another output, or remove by hand what is in the way"
+            )
         if resume and not begun:
             raise UsageError(f"{self.root} has no run to go on from; leave --resume out to start one")
         foreign = [str(path) for name in OWN_FOLDERS if is_foreign_link(path := self.root / name)]
@@ -94,18 +100,18 @@ class RunFolder:
         return lock
 
     def _is_failed_start(self) -> bool:
-        """Whether a run ended here before its first step: it left its configuration, no figures and no checkpoint.
-
-        A config.json of something else, such as a model, is not the remainder of a run.
-        """
-        try:
-            kept = read_json(self.root / "config.json")
-        except OSError:
-            return False
-        if not {"pipeline", "training", "output"} <= set(kept):
+        """Return whether a run ended here before its first step: with its configuration, no figures, no checkpoint."""
+        if not self._has_config():
             return False
         has_figures = self.metrics.exists() and self.metrics.stat().st_size > 0
         return not has_figures and not (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
+
+    def _has_config(self) -> bool:
+        """Return whether the configuration of a run is here; a config.json of a model is none."""
+        try:
+            return {"pipeline", "training", "output"} <= set(read_json(self.root / "config.json"))
+        except OSError:
+            return False
 
     def keep_config(self, config: TrainConfig) -> None:
         """What the run is trained with from now on."""

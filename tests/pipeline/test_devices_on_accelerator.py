@@ -350,3 +350,35 @@ def test_processes_on_devices_of_different_kinds_are_refused_with_the_reason() -
     for outcome in attempt(2, on_processes_of_a_group, False, ["cpu", "pretend"], grouped=True):
         assert "kind of device (one for all, where tensors travel by its own backend)" in outcome.error
         assert "rank 1 has pretend, rank 0 has cpu" in outcome.error
+
+
+def recorded(slow: float) -> list[tuple[str, int, float, float]]:
+    """The computes of a step whose kernels take long, while the host takes no time."""
+    from accelerator import pretend
+
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Any) -> Any:
+            pretend.sleep(slow, x.device.index)
+            return self.linear(x)
+
+    _, x, y = model_and_batch()
+    pipe = penstock.Pipeline(nn.Sequential(Slow(), Slow()), stages=2, microbatches=2, loss_fn=nn.MSELoss())
+    pipe.step(x, target=y)
+    pretend.clear()
+    pretend.defer()
+    with pipe.record() as timeline:
+        pipe.step(x, target=y)
+    return [(str(span.action), span.rank, span.start, span.end) for span in timeline.spans]
+
+
+def test_a_recording_has_the_times_of_kernels_and_not_those_of_launches() -> None:
+    spans = on_device(recorded, 0.1).value
+    forwards = {action: (start, end) for action, _, start, end in spans if "F" in action}
+    assert len(forwards) == 4
+    assert all(end - start >= 0.09 for start, end in forwards.values())
+    assert forwards["1F0"][0] >= forwards["0F0"][1] - 0.01  # which waits for it
+    assert forwards["0F1"][0] < forwards["1F0"][1]  # on devices that run side by side

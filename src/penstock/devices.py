@@ -34,7 +34,7 @@ def on_accelerator(device: torch.device | None) -> bool:
 def indexed(device: torch.device | str) -> torch.device:
     """Return the device with its number: an accelerator without one is this thread's current device."""
     found = torch.device(device)
-    if on_accelerator(found) and found.index is None and found.type == accelerator():
+    if on_accelerator(found) and found == torch.device(found.type) and found.type == accelerator():
         return torch.device(found.type, torch.accelerator.current_device_index())
     return found
 

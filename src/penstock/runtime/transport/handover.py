@@ -112,7 +112,7 @@ def arrive(value: Any, ready: Ready | None, device: torch.device | None) -> Any:
         if device is None or tensor.device == device:
             return tensor
         # the copy runs on this thread's streams of both devices, which now follow the sender's
-        moved = to_device(tensor.detach(), device)
+        moved: Tensor = to_device(tensor.detach(), device)
         return moved.requires_grad_(tensor.requires_grad)
 
     return pytree.tree_map_only(Tensor, settle, value)

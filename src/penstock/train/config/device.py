@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from penstock.devices import accelerator
 from penstock.train.config.settings import TrainConfig
@@ -13,7 +14,7 @@ def device_of(config: TrainConfig) -> str | None:
     return accelerator() if config.pipeline.device == "auto" else None
 
 
-def precision_of(config: TrainConfig) -> str:
+def precision_of(config: TrainConfig) -> Literal["fp32", "bf16", "fp16"]:
     """Return the precision of forwards: unless it is set, bf16 on an accelerator and fp32 on the CPU."""
     if config.pipeline.precision != "auto":
         return config.pipeline.precision

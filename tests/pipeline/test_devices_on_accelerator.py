@@ -90,7 +90,6 @@ def every_family(drawing: bool) -> dict[str, str]:
 
 @pytest.mark.parametrize(("drawing", "name"), mostly_slow([*product([False, True], NAMES)], (True, "pretend")))
 def test_every_family_computes_what_a_plain_loop_on_one_device_does(drawing: bool, name: str) -> None:
-    """Dropout on devices was no function of (seed, step, microbatch, stage): 0 of 8 masks were the same again."""
     outcome = on_device(every_family, drawing, name=name)
     assert outcome.value == {}
     assert outcome.races == []
@@ -210,6 +209,7 @@ def same_masks(one: list[Any], other: list[Any]) -> bool:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_recomputed_forward_draws_what_the_first_one_drew(name: str) -> None:
+    """Whether a forward draws was judged by the generator of the CPU alone: on devices, 0 of 8 masks came again."""
     once = on_device(masks, "1f1b", "never", name=name).value
     twice = on_device(masks, "gpipe", "always", True, name=name).value
     processes = [outcome.value for outcome in on_ranks(2, masks, "gpipe", "always", name=name)]

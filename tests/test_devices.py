@@ -94,7 +94,7 @@ def answers() -> dict[str, object]:
 def test_what_there_is_of_an_accelerator_is_asked_of_torch(name: str) -> None:
     assert on_device(answers, name=name).value == {
         "kinds": ("cpu", name),
-        "backends": f"cpu:gloo,{name}:pretendccl",
+        "backends": f"cpu:gloo,{name}:{'nccl' if name == 'cuda' else 'pretendccl'}",
         "current": f"{name}:3",
         "named": f"{name}:0",
         "generators": 8,

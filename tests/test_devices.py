@@ -7,10 +7,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from accelerator.harness import NAMES, on_device
 from torch.utils import _device as default_device
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "penstock"
-NAMES = re.compile(r"cuda|nccl|\bxpu\b|\bmps\b|\bnpu\b", re.IGNORECASE)
+KINDS = re.compile(r"cuda|nccl|\bxpu\b|\bmps\b|\bnpu\b", re.IGNORECASE)
 
 # Where a kind of accelerator is named all the same, how often, and why.
 EXCUSED = {
@@ -39,7 +41,7 @@ def code_of(file: Path) -> Iterator[str]:
 
 def test_no_kind_of_accelerator_is_named_but_where_that_is_excused() -> None:
     found = {
-        str(file.relative_to(SOURCE)): len([word for word in code_of(file) if NAMES.search(word)])
+        str(file.relative_to(SOURCE)): len([word for word in code_of(file) if KINDS.search(word)])
         for file in SOURCE.rglob("*.py")
     }
     assert {file: count for file, count in found.items() if count} == {
@@ -61,3 +63,41 @@ def test_every_tensor_that_is_ours_is_made_on_a_device_of_our_choice() -> None:
         and not any(keyword.arg in ("device", None) for keyword in node.keywords)
     ]
     assert found == []
+
+
+def answers() -> dict[str, object]:
+    import torch
+
+    from penstock import devices
+
+    torch.accelerator.set_device_index(3)
+    name = devices.accelerator()
+    assert name is not None
+    first, second = (devices.generator_of(torch.device(name, index)) for index in range(2))
+    first.manual_seed(1)
+    second.manual_seed(1)
+    at = torch.device(name, 0)
+    torch.rand(1, device=at)
+    moved = not torch.equal(first.get_state(), second.get_state())
+    return {
+        "kinds": devices.device_types(),
+        "backends": devices.backends(),
+        "current": str(devices.indexed(name)),
+        "named": str(devices.indexed(at)),
+        "generators": len(devices.generators()),
+        "of its own": moved,
+        "copied": devices.to_device({"a": [torch.ones(2), 3]}, at)["a"][0].device.type,
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_there_is_of_an_accelerator_is_asked_of_torch(name: str) -> None:
+    assert on_device(answers, name=name).value == {
+        "kinds": ("cpu", name),
+        "backends": f"cpu:gloo,{name}:{'nccl' if name == 'cuda' else 'pretendccl'}",
+        "current": f"{name}:3",
+        "named": f"{name}:0",
+        "generators": 8,
+        "of its own": True,
+        "copied": name,
+    }

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
+from penstock.devices import CPU, on_accelerator
 from penstock.errors import MessageError, PeerFailure, RunError
 from penstock.runtime.batch.comparison import Readers
 from penstock.runtime.batch.fingerprint import FingerprintedBatch
@@ -33,7 +34,7 @@ from penstock.runtime.engine.computations import Computations
 from penstock.runtime.engine.handlers import Context, Handler
 from penstock.runtime.engine.mailbox import ActionWait, Mailbox
 from penstock.runtime.engine.prepared_program import Entry, PreparedProgram, prepare
-from penstock.runtime.engine.recorder import WallStart
+from penstock.runtime.engine.recorder import DeviceClock, WallStart
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import EndedStep, StepReport, failure_of, note_steps
 from penstock.runtime.engine.stage import Stage
@@ -77,6 +78,8 @@ class Executor:
         self._failed: Action | None = None  # what has failed, where that is a part of the action at this position
         self._ready = False
         self._running = False
+        self.device = CPU  # on which its stages are
+        self._clock: DeviceClock | None = None  # of a step that is recorded on an accelerator
         transport.describe_by(self.progress, self.where)
 
     # -- preparing
@@ -200,6 +203,7 @@ class Executor:
             entries = list(self._logged(entries))
         if report.wall_start or profiler._is_profiler_enabled:  # on any thread of this process
             report.spans = [] if report.wall_start else None
+            self._clock = DeviceClock(self.device) if report.wall_start and on_accelerator(self.device) else None
             entries = list(self._timed(entries))
         news = self.transport.news
         for position, (function, first, second) in enumerate(entries):
@@ -217,6 +221,8 @@ class Executor:
         self.transport.flush()
         if CTRL_C.since:
             CTRL_C.raise_held()
+        if report.spans is not None and self._clock is not None:
+            report.spans += self._clock.spans(self.rank)
         report.ended = perf_counter()
         computations.end_step()
 
@@ -282,9 +288,10 @@ class Executor:
 
     def _run_timed(self, action: Action, function: Callable[[Any, Any], Any], first: Any, second: Any) -> None:
         """Run one action under its label; a compute or send leaves a span, without the time it waited."""
-        outer, waits = self.mailbox.waits, ActionWait()
+        clock = self._clock
+        outer, waits = self.mailbox.waits, ActionWait(None if clock is None else clock.mark)
         self.mailbox.waits = waits
-        begin = perf_counter()
+        begin, before = perf_counter(), waits.event
         try:
             with torch.profiler.record_function(f"penstock {action}"):
                 function(first, second)
@@ -294,6 +301,9 @@ class Executor:
             outer.add(waits.ended - waits.seconds, waits.ended)
         spans = self.computations.report.spans
         if spans is not None and (action.op in TIMED or action.op in self.handlers):
+            if clock is not None and before is not None and waits.event is not None:
+                clock.add(action, before, waits.event)
+                return
             start = begin + waits.seconds  # a handler may wait anywhere; the default code waits first
             if action.op not in self.handlers:
                 start = max(begin, waits.ended)

@@ -7,10 +7,12 @@ copy. The turn of a V is therefore an ordinary hand-over. All routes are worked 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from time import perf_counter
 from typing import Any, NamedTuple
+
+import torch
 
 from penstock.errors import PeerFailure, RunError
 from penstock.runtime.transport import Channel, Transport
@@ -30,16 +32,23 @@ class _Route(NamedTuple):
 
 
 class ActionWait:
-    """How long the action that runs has waited for messages, and when its last wait ended."""
+    """How long the action that runs has waited for messages, and when its last wait ended.
 
-    def __init__(self) -> None:
+    `mark` records an event on the device, where kernels of the action come after what its stream waits for.
+    """
+
+    def __init__(self, mark: Callable[[], torch.Event] | None = None) -> None:
         self.seconds = 0.0
         self.ended = 0.0
+        self.mark = mark
+        self.event = None if mark is None else mark()
 
     def add(self, begin: float, end: float) -> None:
-        """One wait."""
+        """Count one wait."""
         self.seconds += end - begin
         self.ended = end
+        if self.mark is not None:
+            self.event = self.mark()
 
 
 @lru_cache(maxsize=8)  # the ranks of one process ask for the same

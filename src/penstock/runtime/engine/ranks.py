@@ -168,7 +168,8 @@ class LocalRanks:
             listen_to_dynamo()
         try:
             for rank, generators in self._generators.items():
-                generators.draw_on(self.home(rank))
+                self.executors[rank].device = device = self.home(rank)
+                generators.draw_on(device)
             every = dict.fromkeys(device for each in self._generators.values() for device in each.devices)
             with generators_of_step(every, self._takes_turns) as locks, self.precise():
                 if self._takes_turns:

@@ -9,6 +9,8 @@ So for any two ranks the one's arrival precedes the other's departure, in both d
 rounds give an interval that must hold the offset, and its middle is taken. Half its width
 bounds the error; the timeline tells it as `clock_error`.
 
+On an accelerator the host starts kernels and goes on. There, events among the kernels have the times (`DeviceClock`).
+
 What a step cost beside its actions is measured from the end of the step before it: whatever the
 optimizer, the data and the user's loop took in between belongs to this step's wall time.
 """
@@ -21,9 +23,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch.optim import optimizer as optimizers
 
-from penstock.schedule import Timeline
+from penstock.schedule import Action, Timeline
 from penstock.schedule.timing.timeline import Span, Wall
 
 if TYPE_CHECKING:
@@ -39,6 +42,39 @@ class WallStart(NamedTuple):
 
     start: float
     optimizer: float
+
+
+class DeviceClock:
+    """Times of a step on a rank whose kernels run behind its host: those of events among the kernels."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marked: list[tuple[Action, torch.Event, torch.Event, torch.Event]] = []
+        self._first = self.mark()
+        self._first.synchronize()
+        self._began = perf_counter()
+
+    def mark(self) -> torch.Event:
+        """Record an event behind all that was launched so far."""
+        event = torch.Event(self._device.type, enable_timing=True)
+        torch.accelerator.current_stream(self._device).record_event(event)
+        return event
+
+    def add(self, action: Action, before: torch.Event, start: torch.Event) -> None:
+        """An action has been launched; what it waited for lies between the two events."""
+        self._marked.append((action, before, start, self.mark()))
+
+    def spans(self, rank: int) -> list[Span]:
+        """Wait for the device, and return a span for each action."""
+        self.mark().synchronize()
+
+        def time(event: torch.Event) -> float:
+            return self._began + self._first.elapsed_time(event) / 1e3
+
+        return [
+            Span(rank, action, time(start), time(end), time(start) - time(before))
+            for action, before, start, end in self._marked
+        ]
 
 
 class Recorder:

@@ -37,7 +37,11 @@ class DataBatch:
 
     def pinned(self) -> DataBatch:
         """The same in memory from which an accelerator copies while the host goes on."""
-        args, kwargs, target = pytree.tree_map_only(Tensor, Tensor.pin_memory, (self.args, self.kwargs, self.target))
+
+        def pin(tensor: Tensor) -> Tensor:
+            return tensor.pin_memory() if tensor.is_cpu and tensor.layout is torch.strided else tensor
+
+        args, kwargs, target = pytree.tree_map_only(Tensor, pin, (self.args, self.kwargs, self.target))
         return DataBatch(args, kwargs, target, self.tokens)
 
     def mark(self, before: int = 0) -> int:

@@ -1,4 +1,4 @@
-# ruff: noqa: B905, E731, F401, F811, F821, F841, I001
+# ruff: noqa: PT017, B905, E731, F401, F811, F821, F841, I001
 # The text of a case's program, read and never imported. `program` puts in what is the case's own after `# here:`, and
 # leaves out each line, with what is indented below it, whose `# if:` names what the case has not (or, with !, has).
 import torch
@@ -297,7 +297,7 @@ def piped():
             try:  # if: changing
                 result = pipe.step(*args, **kwargs, **more, outputs=OUTPUTS)
             except penstock.errors.PeerFailure as failure:  # if: changing
-                assert step == STEPS - 1, f"a right loss was refused: {failure}"
+                assert step == STEPS - 1 or "losses" not in str(failure), f"a right loss was refused: {failure}"
                 raise
             found[f"step {step}: loss"] = result.loss
             for number, loss in enumerate(result.losses):  # if: alone

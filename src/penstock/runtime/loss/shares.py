@@ -32,6 +32,7 @@ from penstock.runtime.loss.reading import Reading, Term
 from penstock.runtime.loss.weights import Counted, Entries, Measure, cross_entropy, find_entries
 
 ITEMS = "num_items_in_batch"
+COARSE = 1e-4  # rounding of numbers that a sum of many terms is not computed in
 
 REMEDY = (
     "say what it is a mean over with LossOptions(weight=), a function of anything that step() is passed, by name, "
@@ -325,7 +326,7 @@ class BatchShares(Shares):
     def _check_term(self, terms: Mapping[int, Term], numbers: dict[int, float], shares: list[float]) -> None:
         """Each entry of the batch must count alike, unless it is one of all microbatches, such as a parameter."""
         values = {number: term.value(numbers) for number, term in terms.items()}
-        slack = 32 * max(_rounding(term) for term in terms.values())
+        slack = max(_slack(term) for term in terms.values())
         counts = {number: value * shares[number] for number, value in values.items()}
         if not all(map(math.isfinite, counts.values())) or _alike(values, slack) or _alike(counts, slack):
             return
@@ -346,9 +347,11 @@ class BatchShares(Shares):
         self._weighing.uneven(what)
 
 
-def _rounding(term: Term) -> float:
+def _slack(term: Term) -> float:
+    """Return how far apart rounding may bring equal numbers: a coarse one is rounded once, when it has been summed."""
     kinds = [by.dtype for by, _ in term.factors if isinstance(by, Tensor) and by.is_floating_point()]
-    return max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float64).eps)
+    eps = max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float64).eps)
+    return 2 * eps if eps >= COARSE else 32 * eps
 
 
 def _alike(values: Mapping[int, float], slack: float) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 NEGATIVE_LOG_LIKELIHOOD = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
@@ -31,6 +32,7 @@ class Term(NamedTuple):
 
     node: Any
     factors: tuple[tuple[Number, int], ...]  # numbers that its sum is multiplied with (1) or divided by (-1)
+    of_rows: bool = True  # it sums what is of rows of the batch, and not of parameters alone
 
     @property
     def is_likelihood(self) -> bool:
@@ -65,8 +67,11 @@ class Reading(NamedTuple):
         return [by for term in self.terms for by, _ in term.factors if isinstance(by, Tensor)]
 
 
-def read_loss(loss: Tensor) -> Reading | None:
-    """Read a loss from its root down to where terms are summed; None without a graph."""
+def read_loss(loss: Tensor, output: Any = None) -> Reading | None:
+    """Read a loss from its root down to where terms are summed; None without a graph.
+
+    Without the output that it is of, only a likelihood, or a term that is the only one, is known to be of rows.
+    """
     if loss.grad_fn is None:
         return None
     terms: list[Term] = []
@@ -94,7 +99,28 @@ def read_loss(loss: Tensor) -> Reading | None:
             is_complete &= over is not None
             if over is not None:
                 terms.append(Term(node, (*factors, (over, -1))))
+    if len(terms) > 1:
+        ends = _ends(output)
+        terms = [each._replace(of_rows=each.is_likelihood or _reaches(each.node, ends)) for each in terms]
     return Reading(tuple(terms), tuple(names), is_complete and not todo)
+
+
+def _ends(output: Any) -> set[Any]:
+    """Return the nodes of the graph that have made an output."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return {get_gradient_edge(leaf).node for leaf in leaves}
+
+
+def _reaches(node: Any, ends: set[Any]) -> bool:
+    """Return whether one of these nodes is below; of a large graph, whether there are any."""
+    todo, seen = [node], 0
+    while todo and ends and seen < MOST:
+        for each, _ in todo.pop().next_functions:
+            if each in ends:
+                return True
+            todo += [] if each is None else [each]
+        seen += 1
+    return bool(todo and ends)
 
 
 def _entries(node: Any, name: str, below: list[Any]) -> Number | None:
@@ -118,7 +144,7 @@ def _number(saved: Any) -> Number:
 
 def names_below(loss: Tensor, output: Any) -> tuple[str, ...]:
     """Return the names of what a loss computes from the output, in the order of a walk through its graph."""
-    ends = {leaf.grad_fn for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)}
+    ends = _ends(output)
     found: list[str] = []
     todo = [loss.grad_fn]
     while todo and len(found) < MOST:

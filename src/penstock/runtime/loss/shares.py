@@ -28,7 +28,7 @@ from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.losses import is_elementwise, torch_reduction
-from penstock.runtime.loss.reading import Reading, Term
+from penstock.runtime.loss.reading import Reading, Term, read_loss
 from penstock.runtime.loss.weights import Counted, Entries, Measure, cross_entropy, find_entries
 
 ITEMS = "num_items_in_batch"
@@ -180,7 +180,6 @@ class Shares:
     """Equal shares, for ranks that compute no loss."""
 
     wants_graph = False  # of a loss that is computed without one
-    reads = False  # whether what losses are divided by is read off their graphs
     tensors: Sequence[Tensor] = ()  # the numbers that `check` looks at
     measure: Measure | None = None
 
@@ -196,8 +195,9 @@ class Shares:
         shares = self()
         return shares if shares[number] != 0 else None
 
-    def saw(self, number: int, reading: Reading | None, output: Any) -> None:
-        """Take what was read of a microbatch's loss, if anything, and what it is of."""
+    def read(self, number: int, output: Any, loss: Tensor) -> Reading | None:
+        """Read the loss of a microbatch off its graph, if that is of use."""
+        return None
 
     def check(self, numbers: dict[int, float]) -> list[float]:
         """Return the shares, at the end of a step; raise where terms of the batch do not count alike."""
@@ -210,7 +210,6 @@ class BatchShares(Shares):
     def __init__(self, weighing: Weighing, batch: Batch, replicas: OtherReplicas, training: bool) -> None:
         super().__init__(len(batch.args), 1.0)
         self._weighing, self._batch, self._replicas = weighing, batch, replicas
-        self.reads = weighing.reads
         self._late = weighing.when == "during" and replicas.replicas > 1
         self._settled = False
         self._empty: set[int] = set()  # microbatches that weigh nothing, while nothing is known of others
@@ -267,14 +266,19 @@ class BatchShares(Shares):
     def tensors(self) -> list[Tensor]:  # type: ignore[override]
         return [each for reading in self._readings.values() for each in reading.tensors]
 
-    def saw(self, number: int, reading: Reading | None, output: Any) -> None:
-        if reading is not None:
-            self._readings[number] = reading
-            sizes = [leaf.numel() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-            self._per_row[number] = max(sizes, default=1) / self._batch.row_counts()[number]
+    def read(self, number: int, output: Any, loss: Tensor) -> Reading | None:
+        if not self._weighing.reads and self.measure is not None:
+            return None
+        reading = read_loss(loss, None if self._weighing.loss_fn is None else output)
         if self.measure is None:
             terms = () if reading is None else reading.terms
             self._learn(number, next((term for term in terms if term.is_likelihood), None))
+        if reading is not None:
+            terms = tuple(term._replace(node=None) for term in reading.terms)  # which would hold the graph
+            self._readings[number] = reading._replace(terms=terms)
+            sizes = [leaf.numel() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+            self._per_row[number] = max(sizes, default=1) / self._batch.row_counts()[number]
+        return reading
 
     def _learn(self, number: int, term: Term | None) -> None:
         """Find out what counts from the likelihood in a loss: before a backward, and so waiting for the device."""
@@ -324,11 +328,13 @@ class BatchShares(Shares):
         return shares
 
     def _check_term(self, terms: Mapping[int, Term], numbers: dict[int, float], shares: list[float]) -> None:
-        """Each entry of the batch must count alike, unless it is one of all microbatches, such as a parameter."""
+        """Raise unless each entry of the batch counts alike, or it is one of all microbatches, such as a parameter."""
         values = {number: term.value(numbers) for number, term in terms.items()}
         slack = max(_slack(term) for term in terms.values())
         counts = {number: value * shares[number] for number, value in values.items()}
-        if not all(map(math.isfinite, counts.values())) or _alike(values, slack) or _alike(counts, slack):
+        if not all(map(math.isfinite, counts.values())) or _alike(counts, slack):
+            return
+        if _alike(values, slack) and not next(iter(terms.values())).of_rows:
             return
         if self.measure is ROWS and _alike(
             {number: counts[number] * self._per_row[number] for number in counts}, slack

@@ -30,14 +30,9 @@ Number = Tensor | float
 class Term(NamedTuple):
     """One reduction in a loss."""
 
-    node: Any
+    node: Any  # of the graph, where that is torch's cross-entropy or negative log-likelihood
     factors: tuple[tuple[Number, int], ...]  # numbers that its sum is multiplied with (1) or divided by (-1)
     of_rows: bool = True  # it sums what is of rows of the batch, and not of parameters alone
-
-    @property
-    def is_likelihood(self) -> bool:
-        """Whether it is torch's cross-entropy or negative log-likelihood."""
-        return self.node.name() in NEGATIVE_LOG_LIKELIHOOD
 
     @property
     def is_mean(self) -> bool:
@@ -76,6 +71,7 @@ def read_loss(loss: Tensor, output: Any = None) -> Reading | None:
         return None
     terms: list[Term] = []
     names: list[str] = []
+    below_terms: list[Any] = []
     is_complete = True
     todo: list[tuple[Any, tuple[tuple[Number, int], ...]]] = [(loss.grad_fn, ())]
     while todo and len(names) < MOST:
@@ -98,10 +94,14 @@ def read_loss(loss: Tensor, output: Any = None) -> Reading | None:
             over = _entries(node, name, below)
             is_complete &= over is not None
             if over is not None:
-                terms.append(Term(node, (*factors, (over, -1))))
+                terms.append(Term(node if name in NEGATIVE_LOG_LIKELIHOOD else None, (*factors, (over, -1))))
+                below_terms.append(node)
     if len(terms) > 1:
         ends = _ends(output)
-        terms = [each._replace(of_rows=each.is_likelihood or _reaches(each.node, ends)) for each in terms]
+        terms = [
+            each._replace(of_rows=each.node is not None or _reaches(node, ends))
+            for each, node in zip(terms, below_terms, strict=True)
+        ]
     return Reading(tuple(terms), tuple(names), is_complete and not todo)
 
 

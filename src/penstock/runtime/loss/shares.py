@@ -124,8 +124,8 @@ class Weighing:
 
     def is_elementwise(self, output: Any, target: Any, extra: Mapping[str, Any]) -> bool:
         """Whether this is one of torch's own losses that compares each entry with its target."""
-        tensors = isinstance(output, Tensor) and isinstance(target, Tensor)
-        return self._elementwise and tensors and output.shape == target.shape and not extra
+        tensors = self._elementwise and isinstance(output, Tensor) and isinstance(target, Tensor)
+        return tensors and output.shape == target.shape and not extra
 
     def cannot_tell(self, why: str) -> None:
         """Warn, once."""
@@ -214,7 +214,7 @@ class BatchShares(Shares):
         self._settled = False
         self._empty: set[int] = set()  # microbatches that weigh nothing, while nothing is known of others
         self._readings: dict[int, Reading] = {}  # by microbatch
-        self._per_row: dict[int, float] = {}  # entries of the output, by microbatch
+        self._entries: dict[int, int] = {}  # of the output, by microbatch
         self._total: Callable[[], float] | None = None
         self._refused: ModelError | UsageError | None = None
         self.weights: list[float] | None = None  # None: losses add up, or nothing is known yet
@@ -272,12 +272,13 @@ class BatchShares(Shares):
         reading = read_loss(loss, None if self._weighing.loss_fn is None else output)
         if self.measure is None:
             terms = () if reading is None else reading.terms
-            self._learn(number, next((term for term in terms if term.is_likelihood), None))
+            self._learn(number, next((term for term in terms if term.node is not None), None))
         if reading is not None:
-            terms = tuple(term._replace(node=None) for term in reading.terms)  # which would hold the graph
-            self._readings[number] = reading._replace(terms=terms)
-            sizes = [leaf.numel() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-            self._per_row[number] = max(sizes, default=1) / self._batch.row_counts()[number]
+            if any(term.node is not None for term in reading.terms):  # which would hold the graph
+                reading = reading._replace(terms=tuple(term._replace(node=None) for term in reading.terms))
+            self._readings[number] = reading
+            leaves = [output] if type(output) is Tensor else pytree.tree_leaves(output)
+            self._entries[number] = max((leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), default=1)
         return reading
 
     def _learn(self, number: int, term: Term | None) -> None:
@@ -336,9 +337,9 @@ class BatchShares(Shares):
             return
         if _alike(values, slack) and not next(iter(terms.values())).of_rows:
             return
-        if self.measure is ROWS and _alike(
-            {number: counts[number] * self._per_row[number] for number in counts}, slack
-        ):
+        rows = self._batch.row_counts()
+        per_row = {number: count * self._entries[number] / rows[number] for number, count in counts.items()}
+        if self.measure is ROWS and _alike(per_row, slack):
             return  # a mean over all entries of rows that have different lengths in each microbatch
         one, two = sorted((min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)))
         over = [1 / terms[number].value(numbers, plain=False) for number in (one, two)]

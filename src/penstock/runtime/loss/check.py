@@ -31,7 +31,7 @@ from penstock.runtime.loss.reading import Reading, names_below
 if TYPE_CHECKING:
     from penstock.runtime.loss.shares import BatchShares, Weighing
 
-APART = 128  # microbatches from one pair that is taken together to the next, so that it costs less than 1 % of a step
+APART = 256  # microbatches from one pair that is taken together to the next, so that it costs less than 1 % of a step
 KINDS = 16  # of losses by what they compute; one that computes something else each time is not asked each time
 FEW = 64  # roundings that two numbers may be apart
 FEW_OF_COARSE, COARSE = 4, 1e-4  # and of numbers that are coarser than this
@@ -117,10 +117,11 @@ class StepCheck:
         if self._checks.weighing.is_elementwise(output, target, extra):
             return
         names = None if reading is None else (reading.names, names_below(loss, output) if place == 0 else None)
-        kind = (names, frozenset(extra))
-        self._kinds.add(kind)
-        if self._checks.is_new(kind):
-            self._due |= {place - 1, *range(place, len(batch.args) - 1)}
+        kind = (names, *extra)
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            if self._checks.is_new(kind):
+                self._due |= {place - 1, *range(place, len(batch.args) - 1)}
         before, self._before = self._before, None
         try:
             if place in self._due or (before is not None and place - 1 in self._due):

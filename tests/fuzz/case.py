@@ -40,7 +40,8 @@ UNSAVED = (  # whose output autograd does not keep, so that a layer behind may w
     "Attend", "BatchNorm", "Count", "Mean", "Calls", "Seen", "Noise", "Join",
 )  # fmt: skip
 WAYS = ("list", "list", "list", "sequential", "replay", "replay", "graph")
-LOSSES = ("mse", "mse", "sum", "weighted", "cross", "known", "own", "kwargs")
+CHANGING = ("masked", "selected", "switched")  # a mean over rows, and from the last step on over some of them
+LOSSES = ("mse", "mse", "sum", "weighted", "cross", "known", "own", "kwargs", "exchanged", "exchanged", *CHANGING)
 
 # What can be left out while it is known not to work; `without` of the command.
 CLASSES = (
@@ -135,6 +136,8 @@ class Case:
     @property
     def refusable(self) -> bool:
         """Whether it may be: if the library cuts it, one layer with state is on two stages, or a shard has no hooks."""
+        if self.loss in CHANGING:  # in the step in which it changes: the program sees to that
+            return True
         return self.whole or bool(self.shared) or (self.replicate == "fsdp" and self.has("Hooked"))
 
     def fits(self) -> bool:
@@ -201,6 +204,8 @@ class Case:
             return False
         if self.has("HookedInput") and (self.skip is not None or self.has("Fork")):
             return False  # a value with two readers, of which one has the hook
+        if self.loss in CHANGING and (self.fault is not None or self.replicate is not None or self.microbatches < 2):
+            return False
         if self.fault is None:
             return True
         step, stage, _, microbatch = self.fault

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from fuzz import blocks
-from fuzz.case import RANDOM, Case
+from fuzz.case import CHANGING, RANDOM, Case
 
 __all__ = ["program"]
 
@@ -75,6 +75,7 @@ def flags_of(case: Case) -> set[str]:
         "replicas": case.replicate is not None,
         "alone": case.replicate is None,
         "classes": case.loss in ("cross", "known"),
+        "changing": case.loss in CHANGING,
         "threads": case.where.startswith("threads"),
         "unbuffered": case.where == "threads-0",
         "whole": case.whole,
@@ -190,7 +191,8 @@ def options(case: Case) -> Iterator[str]:
         yield f'example={{"x": batch(0)[0][:2]{side}}},'
     if case.skip is not None and not case.whole:
         yield "cut_options=penstock.CutOptions(skips=[SKIP]),"
-    yield "loss_fn=loss_fn," if case.loss != "own" else "loss_fn=None,"
+    names = {"own": "None", "exchanged": "loss_at(0)"}
+    yield f"loss_fn={names.get(case.loss, 'loss_fn')},"
     yield from ['loss_options=penstock.LossOptions(reduction="sum"),'] * (case.loss == "sum")
     yield from ["loss_options=penstock.LossOptions(weight=weigh),"] * (case.loss in ("weighted", "cross"))
     if case.replicate is not None:

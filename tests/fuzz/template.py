@@ -1,4 +1,4 @@
-# ruff: noqa: B905, E731, F401, F811, F821, F841, I001
+# ruff: noqa: PT017, B905, E731, F401, F811, F821, F841, I001
 # The text of a case's program, read and never imported. `program` puts in what is the case's own after `# here:`, and
 # leaves out each line, with what is indented below it, whose `# if:` names what the case has not (or, with !, has).
 import torch
@@ -45,6 +45,7 @@ def batch(step, replica=0):
     side = None  # if: !rows
     side = (1 + torch.rand(rows)).to(DTYPE)  # if: rows
     y = torch.randn(rows, WIDTH).to(DTYPE)  # if: !own
+    y = (y, rows_that_count(step, rows))  # if: changing
     y = None  # if: own
     y = (y, (0.1 + torch.rand(rows)).to(DTYPE))  # if: weighted
     y = torch.randint(0, WIDTH, (rows,)).masked_fill(torch.rand(rows) < 0.4, -100)  # if: classes
@@ -58,12 +59,40 @@ def pieces(value):
     return [None] * len(SIZES) if value is None else list(value.split(SIZES))
 
 
+def rows_that_count(step, rows):  # if: changing
+    """All of them, until the loss changes with the last step."""
+    mask = torch.rand(rows) < 0.5
+    mask[[sum(SIZES[:number]) for number in range(len(SIZES))]] = True
+    return mask.to(DTYPE)  # if: switched
+    return (mask if step == STEPS - 1 else mask | True).to(DTYPE)  # if: !switched
+
+
 def scale(step):  # if: kwargs
     return (1 + torch.rand(sum(SIZES), generator=torch.Generator().manual_seed(step))).to(DTYPE)
 
 
 def loss_fn(output, target):  # if: mse
     return F.mse_loss(output, target)
+
+
+def loss_fn(output, target):  # if: masked
+    return ((output - target[0]).square().mean(1) * target[1]).sum() / target[1].sum()
+
+
+def loss_fn(output, target):  # if: selected
+    return (output - target[0]).square().mean(1)[target[1] > 0].mean()
+
+
+def loss_fn(output, target):  # if: switched
+    each = (output - target[0]).square().mean(1)
+    return (each * target[1]).sum() / target[1].sum() if loss_fn.on else each.mean()
+
+
+loss_fn.on = False  # if: switched
+
+
+def loss_at(step):  # if: exchanged
+    return (lambda output, target: F.mse_loss(output, target), nn.MSELoss(reduction="sum"))[(step + SEED) % 2]
 
 
 def loss_fn(output, target):  # if: sum
@@ -89,6 +118,11 @@ def weigh(target):  # if: weighted
     return target[1].sum().item()
 
 
+def weigh(target):  # if: changing
+    return len(target[1]) if not loss_fn.on else target[1].sum().item()  # if: switched
+    return target[1].sum().item()  # if: !switched
+
+
 def weigh(target):  # if: cross
     return (target != -100).sum().item()
 
@@ -97,9 +131,12 @@ def weigh(target):  # if: known
     return loss_fn.weight[target[target != -100]].sum().item()
 
 
-def shares_of(*targets):
+def shares_of(*targets, step=0):
     """What each microbatch's loss counts; of several replicas, one list for each."""
-    weights = [SIZES for _ in targets]  # if: !weighted !classes
+    weights = [SIZES for _ in targets]  # if: !weighted !classes !changing
+    weights = [[weigh(target) for target in pieces(whole)] for whole in targets]  # if: changing
+    if isinstance(loss_at(step), nn.Module):  # if: exchanged
+        return [[1.0 for _ in row] for row in weights]
     weights = [[weigh(target) for target in pieces(whole)] for whole in targets]  # if: weighted
     weights = [[weigh(target) for target in pieces(whole)] for whole in targets]  # if: classes
     return [[weight / sum(map(sum, weights)) for weight in row] for row in weights]  # if: !sum
@@ -144,7 +181,8 @@ def losses_of(model, step, replica=0, microbatches=0, trained=True):
         EXTRA.clear()
         with torch.autocast("cpu", torch.bfloat16, enabled=PRECISION):
             output = loss = forward(model, x, side, step, replica * len(SIZES) + number)
-            loss = loss_fn(output, y)  # if: !own !kwargs
+            loss = loss_fn(output, y)  # if: !own !kwargs !exchanged
+            loss = loss_at(step)(output, y)  # if: exchanged
             loss = loss_fn(output, y, scales[number])  # if: kwargs
         yield loss, output.detach(), list(EXTRA)
 
@@ -189,7 +227,8 @@ def plain():
     optimizers = [torch.optim.OPTIMIZER(model.parameters(), **SETTINGS) for model in models]  # if: optimizer
     update = updating(models[0].parameters())  # if: inside
     for step in range(STEPS):
-        shares = shares_of(*(batch(step, replica)[2] for replica in range(REPLICAS)))
+        loss_fn.on = step == STEPS - 1  # if: switched
+        shares = shares_of(*(batch(step, replica)[2] for replica in range(REPLICAS)), step=step)
         totals, before = [], [parameter.grad for parameter in models[0].parameters()]
         for replica, model in enumerate(models):
             model.zero_grad()  # if: replicas
@@ -251,12 +290,15 @@ def piped():
     pipe = penstock.Pipeline(
         # here: options
     )
+    loss_fn.on = False  # if: switched
     with pipe:
         optimizer = torch.optim.OPTIMIZER(pipe.parameters(), **SETTINGS)  # if: optimizer !inside
         update = updating(pipe.parameters())  # if: inside
         for parameter in pipe.parameters():  # if: inside
             parameter.register_post_accumulate_grad_hook(update) if parameter.requires_grad else None
         for step in range(STEPS):
+            pipe.loss_fn = loss_at(step)  # if: exchanged
+            loss_fn.on = step == STEPS - 1  # if: switched
             if step == FAULT[0]:  # if: fault
                 ARMED, (args, kwargs, more) = True, given(step, replica)
                 try:
@@ -268,7 +310,12 @@ def piped():
                     raise AssertionError("the trap was not sprung")
                 ARMED = False
             args, kwargs, more = given(step, replica)
-            result = pipe.step(*args, **kwargs, **more, outputs=OUTPUTS)
+            result = pipe.step(*args, **kwargs, **more, outputs=OUTPUTS)  # if: !changing
+            try:  # if: changing
+                result = pipe.step(*args, **kwargs, **more, outputs=OUTPUTS)
+            except penstock.errors.PeerFailure as failure:  # if: changing
+                assert step == STEPS - 1 or "losses" not in str(failure), f"a right loss was refused: {failure}"
+                raise
             found[f"step {step}: loss"] = result.loss
             for number, loss in enumerate(result.losses):  # if: alone
                 found[f"step {step}: loss {number}"] = loss

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 from transports import ON_PROCESSES
 
-from fuzz.case import Case, Layer, draw
+from fuzz.case import CHANGING, Case, Layer, draw
 from fuzz.program import program
 from fuzz.run import Outcome, judged, run_on_processes, run_on_threads
 from fuzz.shrink import shrink, smaller
 from penstock.errors import ModelError, RunError
+from penstock.pipeline.batches import Batches
+from penstock.runtime.loss.check import LossCheck
+from penstock.runtime.loss.shares import BatchShares
 
 DENSE = Layer("Dense")
 
@@ -90,6 +93,38 @@ def test_a_difference_is_shrunk_to_the_layer_that_makes_it() -> None:
     found = shrink(draw(seed), Outcome("differs"), run)
     assert found.layers == (Layer("Square"),)
     assert (found.ranks, found.steps, found.microbatches, found.family, found.way) == (1, 1, 1, "gpipe", "list")
+
+
+LATER = {"seed": 2, "sizes": (4, 4, 4), "steps": 3, "ranks": 2, "dtype": "float64"}
+
+
+@pytest.mark.parametrize("loss", CHANGING)
+def test_a_loss_that_is_trusted_after_its_first_step_is_noticed(loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: what later losses are divided by is not looked at, and no pair is asked again."""
+    case = Case(((DENSE,), (DENSE,)), loss=loss, **LATER)
+    outcome = run_on_threads(case)
+    assert (outcome.kind, "microbatches" in outcome.text) == ("refused", True)
+    monkeypatch.setattr(BatchShares, "check", lambda shares, _: shares())
+    monkeypatch.setattr(LossCheck, "is_new", lambda *_: False)
+    outcome = run_on_threads(case)
+    assert outcome.kind == "differs"
+    assert {name[:6] for name, _ in outcome.differences} == {"step 2"}
+
+
+def test_a_loss_that_is_weighed_as_the_one_before_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: another loss is called, and the first one's weighing and checks go on."""
+    case = Case(((DENSE,), (DENSE,)), loss="exchanged", **LATER)
+    assert run_on_threads(case).kind == "same"
+    make, called = Batches.set_loss, []
+
+    def kept(batches: Batches, loss_fn: Any) -> None:
+        called[:] = [loss_fn]
+        if not hasattr(batches, "weighing"):
+            make(batches, loss_fn)
+
+    monkeypatch.setattr(Batches, "set_loss", kept)
+    monkeypatch.setattr(Batches, "loss_fn", property(lambda _: called[0]))
+    assert run_on_threads(case).bad
 
 
 def test_a_wrong_pipeline_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

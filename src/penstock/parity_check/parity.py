@@ -40,7 +40,6 @@ from penstock.runtime.batch.microbatch import Batch, plain_example
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.loss.losses import check_loss, own_loss
 from penstock.runtime.loss.module import module_of
-from penstock.runtime.loss.reading import read_loss
 from penstock.runtime.loss.shares import BatchShares
 from penstock.runtime.state.batch_norm import Statistics, prepare_batch_norm
 from penstock.runtime.state.phase import Phase
@@ -182,7 +181,7 @@ def _accumulate(
             for number in range(pipe.microbatches):
                 trace.numbers = [number] * split.stages
                 loss, extra = _plain_forward(pipe, split, batch, step, number, trace, precision, statistics, loss_fn)
-                shares.saw(number, read_loss(loss), loss)
+                shares.read(number, loss, loss)
                 found = shares.if_counts(number)
                 share = 0.0 if found is None else found[number]
                 roots = [(loss, share), *((value, 1.0 / pipe.microbatches) for value in extra)]

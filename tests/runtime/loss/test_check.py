@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import penstock
 from penstock import BatchOptions, LossOptions
 from penstock.errors import PeerFailure
-from penstock.runtime.loss.check import APART
+from penstock.runtime.loss import check
 
 
 def contrastive(output: Tensor, target: Tensor) -> Tensor:
@@ -213,6 +213,15 @@ def test_rows_may_be_in_another_dimension() -> None:
 
 
 # -- losses that go wrong later
+
+
+APART = 12
+
+
+@pytest.fixture(autouse=True)
+def _near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs have their turn sooner than in training."""
+    monkeypatch.setattr(check, "APART", APART)
 
 
 def test_a_loss_that_was_a_mean_over_rows_until_masks_became_uneven_is_refused_then() -> None:

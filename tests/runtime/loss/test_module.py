@@ -94,3 +94,36 @@ def test_parity_leaves_the_users_loss_alone() -> None:
     assert report.exact
     assert loss_fn.log_var.grad is None
     assert loss_fn.mean == 0
+
+
+@pytest.mark.parametrize("transport", [None, "shared"])
+def test_a_loss_that_is_set_later_brings_its_parameters(transport: str | None) -> None:
+    """They were in no optimizer, and its weights were those of the loss before."""
+    if transport is None:
+        changed_later()
+    else:
+        on_processes(2, changed_later, transport)
+
+
+def changed_later(transport: str | None = None) -> None:
+    (model, loss_fn), (x, y) = made(), batch()
+    (plain_model, plain_loss), _ = made()
+    with penstock.Pipeline(
+        model, stages=2, microbatches=M, loss_fn=F.mse_loss, timeout=30, transport=transport
+    ) as pipe:
+        pipe.step(x, target=y)
+        pipe.zero_grad()
+        pipe.loss_fn = loss_fn
+        for _ in range(2):
+            pipe.step(x, target=y)
+        for _ in range(2):
+            for rows, target in zip(x.chunk(M), y.chunk(M), strict=True):
+                (plain_loss(plain_model(rows), target) / M).backward()
+        wanted = dict(plain_model.named_parameters()) | {"loss_fn.log_var": plain_loss.log_var}
+        found = dict(pipe.named_parameters())
+        assert ("loss_fn.log_var" in found) == pipe.is_last
+        for name, parameter in found.items():
+            torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-10, atol=1e-12)
+        pipe.loss_fn = F.mse_loss
+        assert "loss_fn.log_var" not in dict(pipe.named_parameters())
+        pipe.step(x, target=y)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.devices import device_types
 from penstock.errors import ModelError
-from penstock.model.random_states import global_states, put_back, random_state, states_of
+from penstock.model.random_states import global_states, put_back
 from penstock.runtime.batch.microbatch import Batch, Dims, dims_of_leaves
 from penstock.runtime.batch.rowed import is_rowed
 from penstock.runtime.loss.losses import check_loss
@@ -32,7 +32,7 @@ from penstock.runtime.loss.reading import Reading, names_below
 if TYPE_CHECKING:
     from penstock.runtime.loss.shares import BatchShares, Weighing
 
-APART = 32  # microbatches that come between two that are taken together, so that it costs less than 1 % of a step
+APART = 256  # microbatches from one pair that is taken together to the next, so that it costs less than 1 % of a step
 KINDS = 16  # of losses by what they compute; one that computes something else each time is not asked each time
 FEW = 64  # roundings that two numbers may be apart
 FEW_OF_COARSE, COARSE = 4, 1e-4  # and of numbers that are coarser than this
@@ -118,10 +118,11 @@ class StepCheck:
         if self._checks.weighing.is_elementwise(output, target, extra):
             return
         names = None if reading is None else (reading.names, names_below(loss, output) if place == 0 else None)
-        kind = (names, frozenset(extra))
-        self._kinds.add(kind)
-        if self._checks.is_new(kind):
-            self._due |= {place - 1, *range(place, len(batch.args) - 1)}
+        kind = (names, *extra)
+        if kind not in self._kinds:
+            self._kinds.add(kind)
+            if self._checks.is_new(kind):
+                self._due |= {place - 1, *range(place, len(batch.args) - 1)}
         before, self._before = self._before, None
         try:
             if place in self._due or (before is not None and place - 1 in self._due):
@@ -149,7 +150,7 @@ class StepCheck:
         kinds = {each.dtype for each in floats} | {kind}
         kinds |= {torch.get_autocast_dtype(each) for each in device_types() if torch.is_autocast_enabled(each)}
         eps = max(torch.finfo(each).eps for each in kinds if each.is_floating_point)
-        losses = [_untouched(self._checks.weighing.loss_fn, each) for each in (together, swapped)]
+        losses = _untouched(self._checks.weighing.loss_fn, (together, swapped))
         with torch.no_grad():
             largest = [_whole(each).abs().amax() for each in floats]
         self._together.append(_Together(one.number, two.number, losses[0], losses[1], largest, eps))
@@ -272,23 +273,32 @@ def _whole(value: Tensor) -> Tensor:
     return whole
 
 
-def _untouched(loss_fn: Callable[..., Any] | None, given: tuple[Any, Any, dict[str, Any]]) -> Tensor:
+def _untouched(loss_fn: Callable[..., Any] | None, given: Sequence[tuple[Any, Any, dict[str, Any]]]) -> list[Tensor]:
     """Call a loss without a trace: a module is called on a copy, and random numbers are put back."""
     assert loss_fn is not None
-    before, seen = global_states(), states_of([], torchs=True)
-    output, target, extra = given
+    before = global_states()
     try:
         with torch.no_grad():
-            loss = check_loss(_twin(loss_fn)(output, target, **extra)).detach().clone()
+            losses = [
+                check_loss(_twin(loss_fn)(output, target, **extra)).detach().clone() for output, target, extra in given
+            ]
     except FAILURES as error:
         raise CannotJoinError(f"it raised {type(error).__name__} ({error}) for two microbatches together") from None
     finally:
-        drew = states_of([], torchs=True) != seen or not all(map(torch.equal, random_state()[1], before[2][1]))
+        drew = not _same(before, global_states())
         if drew:
             put_back(before)
     if drew:
         raise DrawsError
-    return loss
+    return losses
+
+
+def _same(before: Any, after: Any) -> bool:
+    (python, numpy, torchs), (python_after, numpy_after, torchs_after) = before, after
+    if numpy is not None and (numpy[2:] != numpy_after[2:] or (numpy[1] != numpy_after[1]).any()):
+        return False
+    tensors = zip((torchs[0], *torchs[1]), (torchs_after[0], *torchs_after[1]), strict=True)
+    return bool(python == python_after) and all(torch.equal(*each) for each in tensors)
 
 
 def _twin(loss_fn: Callable[..., Any]) -> Callable[..., Any]:

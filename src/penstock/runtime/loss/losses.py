@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.runtime.batch.microbatch import Batch
-from penstock.runtime.loss.reading import read_loss
 
 if TYPE_CHECKING:
     from penstock.runtime.loss.check import StepCheck
@@ -64,8 +63,7 @@ class StepLosses:
         else:
             loss = self._loss_fn(output, target, **extra)
         if isinstance(loss, Tensor):
-            reading = read_loss(loss) if shares.reads or shares.measure is None else None
-            shares.saw(microbatch, reading, output)
+            reading = shares.read(microbatch, output, loss)
             if self._check is not None:
                 self._check.saw(microbatch, output, loss, reading)
         return None if loss is None else check_loss(loss)

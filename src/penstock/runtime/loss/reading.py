@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 NEGATIVE_LOG_LIKELIHOOD = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
@@ -29,13 +30,9 @@ Number = Tensor | float
 class Term(NamedTuple):
     """One reduction in a loss."""
 
-    node: Any
+    node: Any  # of the graph, where that is torch's cross-entropy or negative log-likelihood
     factors: tuple[tuple[Number, int], ...]  # numbers that its sum is multiplied with (1) or divided by (-1)
-
-    @property
-    def is_likelihood(self) -> bool:
-        """Whether it is torch's cross-entropy or negative log-likelihood."""
-        return self.node.name() in NEGATIVE_LOG_LIKELIHOOD
+    of_rows: bool = True  # it sums what is of rows of the batch, and not of parameters alone
 
     @property
     def is_mean(self) -> bool:
@@ -65,12 +62,16 @@ class Reading(NamedTuple):
         return [by for term in self.terms for by, _ in term.factors if isinstance(by, Tensor)]
 
 
-def read_loss(loss: Tensor) -> Reading | None:
-    """Read a loss from its root down to where terms are summed; None without a graph."""
+def read_loss(loss: Tensor, output: Any = None) -> Reading | None:
+    """Read a loss from its root down to where terms are summed; None without a graph.
+
+    Without the output that it is of, only a likelihood, or a term that is the only one, is known to be of rows.
+    """
     if loss.grad_fn is None:
         return None
     terms: list[Term] = []
     names: list[str] = []
+    below_terms: list[Any] = []
     is_complete = True
     todo: list[tuple[Any, tuple[tuple[Number, int], ...]]] = [(loss.grad_fn, ())]
     while todo and len(names) < MOST:
@@ -93,8 +94,33 @@ def read_loss(loss: Tensor) -> Reading | None:
             over = _entries(node, name, below)
             is_complete &= over is not None
             if over is not None:
-                terms.append(Term(node, (*factors, (over, -1))))
+                terms.append(Term(node if name in NEGATIVE_LOG_LIKELIHOOD else None, (*factors, (over, -1))))
+                below_terms.append(node)
+    if len(terms) > 1:
+        ends = _ends(output)
+        terms = [
+            each._replace(of_rows=each.node is not None or _reaches(node, ends))
+            for each, node in zip(terms, below_terms, strict=True)
+        ]
     return Reading(tuple(terms), tuple(names), is_complete and not todo)
+
+
+def _ends(output: Any) -> set[Any]:
+    """Return the nodes of the graph that have made an output."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return {get_gradient_edge(leaf).node for leaf in leaves}
+
+
+def _reaches(node: Any, ends: set[Any]) -> bool:
+    """Return whether one of these nodes is below; of a large graph, whether there are any."""
+    todo, seen = [node], 0
+    while todo and ends and seen < MOST:
+        for each, _ in todo.pop().next_functions:
+            if each in ends:
+                return True
+            todo += [] if each is None else [each]
+        seen += 1
+    return bool(todo and ends)
 
 
 def _entries(node: Any, name: str, below: list[Any]) -> Number | None:
@@ -118,7 +144,7 @@ def _number(saved: Any) -> Number:
 
 def names_below(loss: Tensor, output: Any) -> tuple[str, ...]:
     """Return the names of what a loss computes from the output, in the order of a walk through its graph."""
-    ends = {leaf.grad_fn for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)}
+    ends = _ends(output)
     found: list[str] = []
     todo = [loss.grad_fn]
     while todo and len(found) < MOST:

@@ -28,10 +28,11 @@ from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.losses import is_elementwise, torch_reduction
-from penstock.runtime.loss.reading import Reading, Term
+from penstock.runtime.loss.reading import Reading, Term, read_loss
 from penstock.runtime.loss.weights import Counted, Entries, Measure, cross_entropy, find_entries
 
 ITEMS = "num_items_in_batch"
+COARSE = 1e-4  # rounding of numbers that a sum of many terms is not computed in
 
 REMEDY = (
     "say what it is a mean over with LossOptions(weight=), a function of anything that step() is passed, by name, "
@@ -123,8 +124,8 @@ class Weighing:
 
     def is_elementwise(self, output: Any, target: Any, extra: Mapping[str, Any]) -> bool:
         """Whether this is one of torch's own losses that compares each entry with its target."""
-        tensors = isinstance(output, Tensor) and isinstance(target, Tensor)
-        return self._elementwise and tensors and output.shape == target.shape and not extra
+        tensors = self._elementwise and isinstance(output, Tensor) and isinstance(target, Tensor)
+        return tensors and output.shape == target.shape and not extra
 
     def cannot_tell(self, why: str) -> None:
         """Warn, once."""
@@ -179,7 +180,6 @@ class Shares:
     """Equal shares, for ranks that compute no loss."""
 
     wants_graph = False  # of a loss that is computed without one
-    reads = False  # whether what losses are divided by is read off their graphs
     tensors: Sequence[Tensor] = ()  # the numbers that `check` looks at
     measure: Measure | None = None
 
@@ -195,8 +195,9 @@ class Shares:
         shares = self()
         return shares if shares[number] != 0 else None
 
-    def saw(self, number: int, reading: Reading | None, output: Any) -> None:
-        """Take what was read of a microbatch's loss, if anything, and what it is of."""
+    def read(self, number: int, output: Any, loss: Tensor) -> Reading | None:
+        """Read the loss of a microbatch off its graph, if that is of use."""
+        return None
 
     def check(self, numbers: dict[int, float]) -> list[float]:
         """Return the shares, at the end of a step; raise where terms of the batch do not count alike."""
@@ -209,12 +210,11 @@ class BatchShares(Shares):
     def __init__(self, weighing: Weighing, batch: Batch, replicas: OtherReplicas, training: bool) -> None:
         super().__init__(len(batch.args), 1.0)
         self._weighing, self._batch, self._replicas = weighing, batch, replicas
-        self.reads = weighing.reads
         self._late = weighing.when == "during" and replicas.replicas > 1
         self._settled = False
         self._empty: set[int] = set()  # microbatches that weigh nothing, while nothing is known of others
         self._readings: dict[int, Reading] = {}  # by microbatch
-        self._per_row: dict[int, float] = {}  # entries of the output, by microbatch
+        self._entries: dict[int, int] = {}  # of the output, by microbatch
         self._total: Callable[[], float] | None = None
         self._refused: ModelError | UsageError | None = None
         self.weights: list[float] | None = None  # None: losses add up, or nothing is known yet
@@ -266,14 +266,20 @@ class BatchShares(Shares):
     def tensors(self) -> list[Tensor]:  # type: ignore[override]
         return [each for reading in self._readings.values() for each in reading.tensors]
 
-    def saw(self, number: int, reading: Reading | None, output: Any) -> None:
-        if reading is not None:
-            self._readings[number] = reading
-            sizes = [leaf.numel() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-            self._per_row[number] = max(sizes, default=1) / self._batch.row_counts()[number]
+    def read(self, number: int, output: Any, loss: Tensor) -> Reading | None:
+        if not self._weighing.reads and self.measure is not None:
+            return None
+        reading = read_loss(loss, None if self._weighing.loss_fn is None else output)
         if self.measure is None:
             terms = () if reading is None else reading.terms
-            self._learn(number, next((term for term in terms if term.is_likelihood), None))
+            self._learn(number, next((term for term in terms if term.node is not None), None))
+        if reading is not None:
+            if any(term.node is not None for term in reading.terms):  # which would hold the graph
+                reading = reading._replace(terms=tuple(term._replace(node=None) for term in reading.terms))
+            self._readings[number] = reading
+            leaves = [output] if type(output) is Tensor else pytree.tree_leaves(output)
+            self._entries[number] = max((leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), default=1)
+        return reading
 
     def _learn(self, number: int, term: Term | None) -> None:
         """Find out what counts from the likelihood in a loss: before a backward, and so waiting for the device."""
@@ -317,21 +323,24 @@ class BatchShares(Shares):
             if weighing.loss_fn is None and not all(each.is_complete for each in read.values()):
                 weighing.cannot_tell("the model computes it, and it is no sum of means, cross-entropies and parameters")
             names = next(iter(read.values())).names
-            if all(each.names == names for each in read.values()):
+            is_even = len({(each.terms, shares[number]) for number, each in read.items()}) == 1  # nearly always
+            if not is_even and all(each.names == names for each in read.values()):
                 for terms in zip(*(each.terms for each in read.values()), strict=True):
                     self._check_term(dict(zip(read, terms, strict=True)), numbers, shares)
         return shares
 
     def _check_term(self, terms: Mapping[int, Term], numbers: dict[int, float], shares: list[float]) -> None:
-        """Each entry of the batch must count alike, unless it is one of all microbatches, such as a parameter."""
+        """Raise unless each entry of the batch counts alike, or it is one of all microbatches, such as a parameter."""
         values = {number: term.value(numbers) for number, term in terms.items()}
-        slack = 32 * max(_rounding(term) for term in terms.values())
+        slack = max(_slack(term) for term in terms.values())
         counts = {number: value * shares[number] for number, value in values.items()}
-        if not all(map(math.isfinite, counts.values())) or _alike(values, slack) or _alike(counts, slack):
+        if not all(map(math.isfinite, counts.values())) or _alike(counts, slack):
             return
-        if self.measure is ROWS and _alike(
-            {number: counts[number] * self._per_row[number] for number in counts}, slack
-        ):
+        if _alike(values, slack) and not next(iter(terms.values())).of_rows:
+            return
+        rows = self._batch.row_counts()
+        per_row = {number: count * self._entries[number] / rows[number] for number, count in counts.items()}
+        if self.measure is ROWS and _alike(per_row, slack):
             return  # a mean over all entries of rows that have different lengths in each microbatch
         one, two = sorted((min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)))
         over = [1 / terms[number].value(numbers, plain=False) for number in (one, two)]
@@ -346,9 +355,11 @@ class BatchShares(Shares):
         self._weighing.uneven(what)
 
 
-def _rounding(term: Term) -> float:
+def _slack(term: Term) -> float:
+    """Return how far apart rounding may bring equal numbers: a coarse one is rounded once, when it has been summed."""
     kinds = [by.dtype for by, _ in term.factors if isinstance(by, Tensor) and by.is_floating_point()]
-    return max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float64).eps)
+    eps = max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float64).eps)
+    return 2 * eps if eps >= COARSE else 32 * eps
 
 
 def _alike(values: Mapping[int, float], slack: float) -> bool:

@@ -1,0 +1,66 @@
+"""What a loss is a mean over is read off its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from penstock.runtime.loss.reading import fetch, names_below, read_loss
+
+ROWS, WIDTH = 4, 6
+MASK = torch.tensor([1.0, 0.0, 1.0, 1.0])
+LABELS = torch.tensor([1, -100, 2, 5])
+Loss = Callable[[Tensor], Tensor]
+
+
+def factors(loss: Loss) -> list[float] | None:
+    """What each entry of each term counts; None where something could not be read."""
+    output = torch.rand(ROWS, WIDTH, requires_grad=True) * 1
+    reading = read_loss(loss(output), output)
+    assert reading is not None
+    numbers = fetch(reading.tensors)
+    return [term.value(numbers) for term in reading.terms] if reading.is_complete else None
+
+
+READ: dict[str, tuple[Loss, list[float]]] = {
+    "a mean": (lambda o: o.mean(), [1 / 24]),
+    "of some": (lambda o: o[MASK > 0].mean(), [1 / 18]),
+    "a sum": (lambda o: 3 * o.sum(), [3.0]),
+    "masked": (lambda o: (o.mean(1) * MASK).sum() / MASK.sum(), [1 / 3]),
+    "by a reciprocal": (lambda o: (o.mean(1) * MASK).sum() * (1 / MASK.sum()), [1 / 3]),
+    "at least one": (lambda o: -(o.mean(1) * MASK).sum() / MASK.sum().clamp(min=1).double(), [1 / 3]),
+    "another mean": (lambda o: F.smooth_l1_loss(o, o.detach()), [1 / 24]),
+    "another sum": (lambda o: F.mse_loss(o, o.detach(), reduction="sum"), [1.0]),
+    "likelihood": (lambda o: F.cross_entropy(o, LABELS), [1 / 3]),
+    "smoothed": (lambda o: F.cross_entropy(o, LABELS, label_smoothing=0.1), [0.1 / 6 / 3, 0.9 / 3]),
+    "several": (lambda o: o.mean() - 2 * (o.sum() + 1), [2.0, 1 / 24]),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_each_entry_counts_is_read(name: str) -> None:
+    loss, wanted = READ[name]
+    assert factors(loss) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("loss", [lambda o: o.max(), lambda o: o.mean().sqrt(), lambda o: o.mean() / o.sum()])
+def test_what_is_no_sum_of_means_is_not_taken_for_one(loss: Loss) -> None:
+    assert factors(loss) is None
+
+
+def test_a_term_of_parameters_alone_is_not_of_rows() -> None:
+    weight, output = torch.rand(3, requires_grad=True), torch.rand(ROWS, WIDTH, requires_grad=True)
+    reading = read_loss(output.square().mean() + weight.square().mean(), output)
+    assert reading is not None
+    assert sorted((term.of_rows, term.value({})) for term in reading.terms) == [(False, 1 / 3), (True, 1 / 24)]
+    assert read_loss(torch.rand(())) is None
+
+
+def test_names_end_at_the_output() -> None:
+    hidden = torch.rand(ROWS, WIDTH, requires_grad=True)
+    output = hidden.exp()
+    assert names_below((output * 2).mean(), output) == ("MeanBackward0", "MulBackward0")

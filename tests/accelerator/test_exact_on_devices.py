@@ -14,7 +14,6 @@ from penstock.schedule.builders import TRAINING
 DRAWS = "transformer"  # the model with dropout, and the small GPT of these tests
 STILL = ("mlp", "several", "skip")
 NOT_YET = pytest.mark.xfail(strict=True, reason="finding 1 (F1, F2): both directions of a pair on one communicator")
-MASKS = pytest.mark.xfail(strict=True, reason="findings 3 and F3: masks of a recomputed forward on a device are others")
 
 
 def stages_of(family: str, ranks: int) -> int:
@@ -48,7 +47,6 @@ def test_threads(family: str, name: str) -> None:
     assert on_device(FAULTS_ON_THREADS, still_cases(family), name=name).value == {}
 
 
-@MASKS
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", mostly_slow(TRAINING, "1f1b"))
 def test_threads_with_dropout(family: str, name: str) -> None:

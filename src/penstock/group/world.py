@@ -110,9 +110,14 @@ class World:
         return cls(group, dist.get_world_size(group), timeout, transport)
 
     @property
+    def rank(self) -> int | None:
+        """This process's rank; None where ranks are threads."""
+        return None if self.size is None else dist.get_rank(self.group)
+
+    @property
     def is_first(self) -> bool:
         """Whether this process speaks for all, where all must use the same numbers."""
-        return self.size is None or dist.get_rank(self.group) == 0
+        return not self.rank
 
     @contextmanager
     def meeting(self) -> Iterator[DistributedTransport | None]:

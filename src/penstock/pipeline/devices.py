@@ -47,7 +47,7 @@ def devices_of_ranks(
     device of its local rank, and threads take one each.
     """
     ranks = range(placement.ranks)
-    local = ranks if world.size is None else [dist.get_rank(world.group)]
+    local = ranks if world.rank is None else [world.rank]
     if asked is not None and not isinstance(asked, str):
         if len(asked) != len(ranks):
             raise UsageError(f"{len(asked)} devices for {len(ranks)} ranks; pass one for each rank")

@@ -190,8 +190,8 @@ class RehearsedWorld(World):
         self._own = transport
 
     @property
-    def is_first(self) -> bool:
-        return self._own.rank == 0
+    def rank(self) -> int:
+        return self._own.rank
 
     @contextmanager
     def meeting(self) -> Iterator[RehearsalTransport]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from model.containers import GPT, batch
 from model.nets import Chain, W, rows, square, trains
 from processes import on_processes
 from torch import Tensor, nn
@@ -444,3 +445,36 @@ def test_a_unit_that_decides_by_values_runs_at_another_length_than_the_examples_
     learn the logits' shape, and took the zeros that it looked at for values that were missing; from the second step
     on it had no values of the unit's buffers either."""
     assert max(on_processes(2, routed)) < 1e-6
+
+
+def trained_gpt(tied: bool) -> tuple[float, list[int]]:
+    torch.manual_seed(0)
+    model, x, far = GPT(tied), batch(GPT), 0.0
+    plain = copy.deepcopy(model)
+    with piped(model, (x[:2],)) as pipe:
+        names = [name for name, _ in pipe.named_parameters()]
+        for _ in range(2):
+            expected = 0.0
+            for part in x.chunk(2):
+                loss = square(plain(part)) / 2
+                loss.backward()
+                expected += loss.item()
+            far = max(far, abs(pipe.step(x).loss.item() - expected))
+            wanted = dict(plain.named_parameters())
+            for name, parameter in pipe.named_parameters():
+                if parameter.device.type != "meta" and parameter.grad is not None:
+                    far = max(far, (parameter.grad - wanted[name].grad).abs().max().item())
+        sizes = [sum(value.numel() for value in part.module.parameters()) for part in pipe.deployment.staged.parts]
+    assert names
+    return far, sizes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_list_of_blocks_inside_of_a_dict_is_taken_apart(tied: bool) -> None:
+    """The most copied GPT there is has its blocks in a list in a dict. The list was one unit, which nobody calls, so
+    that its blocks were taken for glue: one stage had 4 % of the model and the other the rest, or both had all blocks.
+    Gradients were exact all the while, and nothing was reported."""
+    for far, sizes in on_processes(2, trained_gpt, tied):
+        assert far < 1e-6
+        assert max(sizes) < 0.7 * sum(sizes)

@@ -42,13 +42,16 @@ def doubts_about(staged: StagedModel, by_parameters: bool) -> tuple[str, ...]:
     def share(of: Iterable[int]) -> str:
         return f"{sum(sizes[own] for own in of) / total:.0%}"
 
-    def largest(of: Iterable[int]) -> str:
-        layers: dict[str, list[int]] = defaultdict(list)
+    def layers(of: Iterable[int]) -> list[tuple[str, int]]:
+        found: dict[str, int] = defaultdict(int)
         for own in of:
-            layers[names[own].rpartition(".")[0] or names[own]].append(own)
-        first = sorted(layers, key=lambda layer: -sum(sizes[own] for own in layers[layer]))
-        most = ", ".join(f"{layer} {share(layers[layer])}" for layer in first[:3])
-        return most + (f" and {len(first) - 3} more" if len(first) > 3 else "")
+            found[names[own].rpartition(".")[0] or names[own]] += sizes[own]
+        return sorted(found.items(), key=lambda layer: -layer[1]) or [("", 0)]
+
+    def largest(of: Iterable[int]) -> str:
+        found = layers(of)
+        most = ", ".join(f"{layer} {size / total:.0%}" for layer, size in found[:3])
+        return most + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
     held = [[own for own, stages in stages_of.items() if stage in stages] for stage in range(staged.stages)]
     limit = max(UNEVEN / staged.stages, 0.0 if by_parameters else NEARLY_ALL) * total
@@ -56,7 +59,7 @@ def doubts_about(staged: StagedModel, by_parameters: bool) -> tuple[str, ...]:
         f"stage {stage} has {share(of)} of the model's parameters ({largest(of)}), where {1 / staged.stages:.0%} would "
         f"be even; name other places to cut with split_at=, or pass other weights with balance="
         for stage, of in enumerate(held)
-        if sum(sizes[own] for own in of) - max((sizes[own] for own in of), default=0) > limit
+        if sum(sizes[own] for own in of) - layers(of)[0][1] > limit
     ]
     empty = [str(stage) for stage, of in enumerate(held) if not of]
     if empty:

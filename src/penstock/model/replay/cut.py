@@ -159,8 +159,9 @@ def _too_few(model: nn.Module, units: list[str], recording: ForwardRecording, co
     names = ", ".join(unit or "the model as a whole" for unit in units[:8]) + (", ..." if len(units) > 8 else "")
     if not count:
         return ModelError(
-            f"{type(model).__name__}'s forward calls none of its modules with parameters ({names}), so that there is "
-            f"nowhere to cut"
+            f"{type(model).__name__}'s forward calls none of its modules with parameters"
+            + (f" ({names})" if names else ", all of which it reads itself")
+            + ", so that there is nowhere to cut"
         )
     across = dict.fromkeys(state_across(recording, number) for number in range(len(recording.calls)))
     why = ", ".join(filter(None, across))

@@ -40,8 +40,6 @@ def find_units(model: nn.Module, split_at: Sequence[str] = ()) -> list[str]:
     for place in split_at:
         _open_for(found, names, name_and_use(place)[0])
         _untangle(found, names)
-    if not found and _owns_parameters(model):
-        raise ModelError(f"all parameters of {type(model).__name__} are read outside of modules with a forward")
     if not found:
         raise ModelError(f"{type(model).__name__} has no parameters; there is nothing to cut into stages")
     return found
@@ -166,8 +164,7 @@ def _open(found: list[str], names: dict[str, nn.Module], name: str) -> None:
 
 def has_forward(module: nn.Module) -> bool:
     """Return whether a module can be called, and does not only hold others."""
-    own = getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
-    return own or type(module).__call__ is not nn.Module.__call__ or isinstance(module, torch.jit.ScriptModule)
+    return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
 
 
 def _is_trunk(module: nn.Module) -> bool:

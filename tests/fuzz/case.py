@@ -143,7 +143,7 @@ class Case:
     @property
     def owners(self) -> int:
         """How many layers of a whole model can begin a stage, at least; 0: not known beforehand."""
-        if self.way != "replay" or self.shared:
+        if self.way != "replay" or self.shared or len(self.stages) < 2:
             return 0
         return sum(layer.kind not in BARE for layer in self.layers)
 

@@ -124,6 +124,7 @@ def _by_position(
         optimizer=balance.optimizer,
         measured=balance.measures,
         agree=balance.agree if balance.runs else None,
+        device=balance.device,
     )
     counts = balance.counts
     if stages is not None and (weighed or (counts is None and balance.speeds is not None)):

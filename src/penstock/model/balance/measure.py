@@ -8,6 +8,9 @@ whole is repeated in rounds, so that a disturbance hits a few of a piece's times
 them, and medians are taken. On a machine that is busy with other work even medians lie, and the more
 the longer a piece takes; so the clock stands still while this thread waits for a processor.
 
+Where stages will run on a device, each piece is there while it is measured, and nothing else is: a
+model that needs several devices does not fit on one.
+
 The user's model is as before afterwards: gradients come from `torch.autograd.grad`, which writes to
 no `.grad` and runs no optimizer's hooks; buffers, attributes that were set, and the random
 generators are put back.
@@ -58,13 +61,17 @@ def measure(
     run: Callable[[], Any],
     rounds: int = ROUNDS,
     repeats: int = REPEATS,
+    device: torch.device | None = None,
 ) -> list[Measured]:
-    """`run` the model in rounds; the pieces in `order`, keys of `modules`, must be called in that order."""
+    """`run` the model in rounds; the pieces in `order`, keys of `modules`, must be called in that order.
+
+    On `device`, if one is given, or else where they are.
+    """
     found = [Measured() for _ in order]
-    with undone(model), _clock() as now, run_as(DRY):
+    with undone(model), _clock(device) as now, run_as(DRY):
         for number in range(rounds):
             ledger = _Ledger((*model.parameters(), *model.buffers())) if number == 0 else None
-            clock = _Round(order, modules, found, repeats, ledger, now)
+            clock = _Round(order, modules, found, repeats, ledger, now, device)
             with patched(dict(modules), list(dict.fromkeys(order)), clock.wrap), torch.enable_grad():
                 run()
             clock.finish()
@@ -109,6 +116,7 @@ class _Round:
         repeats: int,
         ledger: _Ledger | None,
         now: Callable[[], float],
+        device: torch.device | None,
     ) -> None:
         self.order = order
         self.modules = modules
@@ -116,6 +124,7 @@ class _Round:
         self.repeats = repeats
         self.ledger = ledger  # in the round that counts bytes
         self.now = now
+        self.device = device
         self.number = 0
         self.inside = False
 
@@ -131,7 +140,12 @@ class _Round:
             self.number += 1
             self.inside = True
             try:
-                return self._call(piece, forward, trained, args, kwargs)
+                if self.device is None:
+                    return self._call(piece, forward, trained, args, kwargs)
+                home = next((each.device for each in trained), torch.device("cpu"))
+                with _moved(self.modules[name], self.device, self.ledger) as there:
+                    args, kwargs = _on(self.device, (args, kwargs), self.ledger)
+                    return _on(home, self._call(piece, forward, there, args, kwargs), self.ledger)
             finally:
                 self.inside = False
 
@@ -207,12 +221,51 @@ def _copies(value: Any, ledger: _Ledger | None) -> tuple[Any, list[Tensor]]:
     return pytree.tree_map_only(Tensor, copy, value), leaves
 
 
+def _on(device: torch.device, value: Any, ledger: _Ledger | None) -> Any:
+    """A nested value on a device; what had to be copied counts as what it is a copy of."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        there = tensor.detach().to(device)
+        if tensor.device == there.device:
+            return tensor
+        if ledger is not None:
+            ledger.copied(tensor, there)
+        return there.requires_grad_(tensor.requires_grad)
+
+    return pytree.tree_map_only(Tensor, moved, value)
+
+
+@contextmanager
+def _moved(module: nn.Module, device: torch.device, ledger: _Ledger | None) -> Iterator[list[nn.Parameter]]:
+    """Put copies on a device in the places of a module's parameters and buffers; gives those that are trained."""
+    before = [
+        (holder, name, tensor)
+        for holder in module.modules()
+        for table in (holder._parameters, holder._buffers)
+        for name, tensor in table.items()
+        if tensor is not None
+    ]
+    copies: dict[int, Tensor] = {}
+    for _, _, tensor in before:
+        if id(tensor) not in copies:
+            there = _on(device, tensor, ledger)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            copies[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if is_parameter else there
+    try:
+        for holder, name, tensor in before:  # by `setattr`, which layers that keep lists of their weights look at
+            setattr(holder, name, copies[id(tensor)])
+        yield [each for each in copies.values() if isinstance(each, nn.Parameter) and each.requires_grad]
+    finally:
+        for holder, name, tensor in before:
+            setattr(holder, name, tensor)
+
+
 def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 @contextmanager
-def _clock() -> Iterator[Callable[[], float]]:
+def _clock(device: torch.device | None) -> Iterator[Callable[[], float]]:
     """Seconds on the wall, without those in which this thread was ready to run and had no processor.
 
     Linux tells them, in nanoseconds; elsewhere it is the wall's clock alone.
@@ -224,8 +277,8 @@ def _clock() -> Iterator[Callable[[], float]]:
         schedstat = -1
 
     def now() -> float:
-        if torch.cuda.is_available():  # not run here: no GPU
-            torch.cuda.synchronize()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize(*([] if device is None or device.type == "cpu" else [device]))
         waited = int(os.pread(schedstat, 100, 0).split()[1]) * 1e-9 if schedstat >= 0 else 0.0
         return perf_counter() - waited
 

@@ -53,6 +53,7 @@ def split_by_replay(
         optimizer=balance.optimizer,
         measured=balance.runs and balance.measures,
         agree=balance.agree if balance.runs else None,
+        device=balance.device,
     )
     cuts = _cuts(modules, recording, weights, count, balance, split_at)
     return _assemble(model, units, recording, weights, cuts, defaults)

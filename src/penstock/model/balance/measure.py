@@ -23,6 +23,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.model.counted_runs import DRY, run_as
+from penstock.model.moved import moved
 from penstock.model.random_states import random_state, restore_random
 from penstock.model.replay.recording.marks import Storages
 from penstock.model.replay.recording.nested_values import tensors_in
@@ -143,8 +145,9 @@ class _Round:
                 if self.device is None:
                     return self._call(piece, forward, trained, args, kwargs)
                 home = next((each.device for each in trained), torch.device("cpu"))
-                with _moved(self.modules[name], self.device, self.ledger) as there:
-                    args, kwargs = _on(self.device, (args, kwargs), self.ledger)
+                on_device = partial(_on, self.device, ledger=self.ledger)
+                with moved(self.modules[name], on_device) as there:
+                    args, kwargs = on_device((args, kwargs))
                     return _on(home, self._call(piece, forward, there, args, kwargs), self.ledger)
             finally:
                 self.inside = False
@@ -233,31 +236,6 @@ def _on(device: torch.device, value: Any, ledger: _Ledger | None) -> Any:
         return there.requires_grad_(tensor.requires_grad)
 
     return pytree.tree_map_only(Tensor, moved, value)
-
-
-@contextmanager
-def _moved(module: nn.Module, device: torch.device, ledger: _Ledger | None) -> Iterator[list[nn.Parameter]]:
-    """Put copies on a device in the places of a module's parameters and buffers; gives those that are trained."""
-    before = [
-        (holder, name, tensor)
-        for holder in module.modules()
-        for table in (holder._parameters, holder._buffers)
-        for name, tensor in table.items()
-        if tensor is not None
-    ]
-    copies: dict[int, Tensor] = {}
-    for _, _, tensor in before:
-        if id(tensor) not in copies:
-            there = _on(device, tensor, ledger)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            copies[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if is_parameter else there
-    try:
-        for holder, name, tensor in before:  # by `setattr`, which layers that keep lists of their weights look at
-            setattr(holder, name, copies[id(tensor)])
-        yield [each for each in copies.values() if isinstance(each, nn.Parameter) and each.requires_grad]
-    finally:
-        for holder, name, tensor in before:
-            setattr(holder, name, tensor)
 
 
 def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:

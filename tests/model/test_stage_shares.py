@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import CutWarning
 from penstock.model.cut import cut_model
+from penstock.model.stage_shares import doubts_about
+from penstock.schedule import build
 
 
 def doubts(model: Any, stages: int | None = 2, *inputs: Tensor, **options: Any) -> tuple[str, ...]:
@@ -91,6 +93,18 @@ def test_what_is_meant_is_not_announced(stages: int) -> None:
     assert not doubts([nn.Linear(W, W), nn.ReLU()], None), "and stages"
     assert not doubts(nn.Sequential(nn.LSTM(W, 8 * W), nn.Linear(W, W)), 2), "one layer, however large"
     assert not doubts(nn.Sequential(nn.ReLU(), nn.Tanh()), 2), "nothing to train"
+
+
+def test_the_stages_of_a_rank_count_together() -> None:
+    """With two stages on each rank, in a V, the first and the last are one rank's: only their sum can be even."""
+    layers = nn.Sequential(*(nn.Linear(W, W) for _ in range(20)))
+    staged = cut_model(layers, 4, balance=[10, 7, 1, 2])
+    (doubt,) = doubts_about(staged, True)
+    assert doubt.startswith("stage 0 has 50% of the model's parameters (0 5%, ")
+    assert not doubts_about(staged, True, lambda stages: build("zb-v", 2, 4))
+    (doubt,) = doubts_about(cut_model(layers, 4, balance=[10, 1, 1, 8]), True, lambda stages: build("zb-v", 2, 4))
+    assert doubt.startswith("stages 0, 3 have 90% of the model's parameters")
+    assert "where 50% would be even" in doubt
 
 
 def test_the_pipeline_warns_where_it_is_constructed() -> None:

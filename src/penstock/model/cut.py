@@ -46,7 +46,7 @@ def cut_model(
     if balance.counts is not None or split_at or not isinstance(model, nn.Module):
         return found
     by_parameters = balance.how in (None, "parameters") and balance.speeds is None
-    return replace(found, doubts=doubts_about(found, by_parameters))
+    return replace(found, doubts=doubts_about(found, by_parameters, balance.schedule_for))
 
 
 def _cut(

@@ -164,6 +164,8 @@ def _open(found: list[str], names: dict[str, nn.Module], name: str) -> None:
 
 def has_forward(module: nn.Module) -> bool:
     """Return whether a module can be called, and does not only hold others."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
     return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
 
 

@@ -6,7 +6,7 @@ thinks, training is exact, and slow: one stage computes nearly everything, or se
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from torch import nn
@@ -96,9 +96,5 @@ def _stages(some: Collection[int]) -> str:
 
 def _tied(model: object) -> set[int]:
     """Return the parameters that the model itself has under several names, which are meant to be in several places."""
-    if not isinstance(model, nn.Module):
-        return set()
-    places: dict[int, int] = defaultdict(int)
-    for _, parameter in model.named_parameters(remove_duplicate=False):
-        places[id(parameter)] += 1
-    return {own for own, count in places.items() if count > 1}
+    named = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else ()
+    return {own for own, count in Counter(id(parameter) for _, parameter in named).items() if count > 1}

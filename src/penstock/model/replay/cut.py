@@ -19,12 +19,7 @@ from penstock.model.replay.part import ReplayPart
 from penstock.model.replay.plan import StagePlan, plan_stages, state_across
 from penstock.model.replay.recording.example_run import record
 from penstock.model.replay.recording.unit_calls import ForwardRecording, Leaf
-from penstock.model.replay.recording.units import (
-    entered_units,
-    find_units,
-    smaller_units,
-    units_of_a_fair_size,
-)
+from penstock.model.replay.recording.units import entered_units, find_units, smaller_units, units_of_a_fair_size
 from penstock.model.replay.repeatability import check_repeatable
 from penstock.model.replay.shapes import Shapes, shapes_only
 from penstock.model.staged_model import StagedModel
@@ -141,15 +136,13 @@ def _evened(
     A unit may decide by its values what it calls (experts that get no token); as a part of the glue, that would have
     to take the path of the example in every microbatch.
     """
-    while stages:
-        smaller = units_of_a_fair_size(model, units, stages)
+    while stages and (smaller := units_of_a_fair_size(model, units, stages)) is not None:
         try:
-            finer = None if smaller is None else run(smaller)
+            finer = run(smaller)
         except ModelError:
             break
-        if smaller is None or finer is None or (finer.reads_values and not recording.reads_values):
-            break
-        if len(_starts(modules, finer)) <= len(_starts(modules, recording)):
+        gained = len(_starts(modules, finer)) - len(_starts(modules, recording))
+        if finer.reads_values > recording.reads_values or gained <= 0:
             break
         units, recording = smaller, finer
     return units, recording

@@ -42,7 +42,6 @@ rehearsal/transport.py
 schedule/files/drawing.py
 schedule/files/reading.py
 schedule/lowering/gather.py
-schedule/proof/rendezvous.py
 schedule/proof/transfers.py
 train/build.py
 train/data/batch.py

@@ -16,6 +16,7 @@
         └── PeerFailure     another rank failed, died or stalled; says which, where and why
 
     FallbackWarning         a model was cut in another way than the one that comes first (UserWarning)
+    CutWarning              stages that are very uneven, empty, or train the same parameters (UserWarning)
 
 One tree of our own, so that `except PenstockError` means "Penstock refused or stopped",
 and never hides a defect of the user's model: an error of user code reaches every rank as
@@ -39,6 +40,10 @@ class PenstockError(Exception):
 
 class FallbackWarning(UserWarning):
     """The preferred way of cutting a model did not apply, and another was used; the message says why."""
+
+
+class CutWarning(UserWarning):
+    """The stages of a model are very uneven, empty, or train the same parameters; the message has names and shares."""
 
 
 class UsageError(PenstockError, ValueError):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from model.containers import GPT, batch
 from model.nets import Chain, W, rows, square, trains
 from processes import on_processes
 from torch import Tensor, nn
@@ -444,3 +445,38 @@ def test_a_unit_that_decides_by_values_runs_at_another_length_than_the_examples_
     learn the logits' shape, and took the zeros that it looked at for values that were missing; from the second step
     on it had no values of the unit's buffers either."""
     assert max(on_processes(2, routed)) < 1e-6
+
+
+def trained_gpt(tied: bool, stages: int, schedule: str) -> tuple[float, list[int]]:
+    torch.manual_seed(0)
+    model, x, far = GPT(tied), batch(GPT), 0.0
+    plain = copy.deepcopy(model)
+    with piped(model, (x[:2],), stages=stages, schedule=schedule) as pipe:
+        for _ in range(2):
+            expected = 0.0
+            for part in x.chunk(2):
+                loss = square(plain(part)) / 2
+                loss.backward()
+                expected += loss.item()
+            far = max(far, abs(pipe.step(x).loss.item() - expected))
+            wanted = dict(plain.named_parameters())
+            for name, gradient in ((name, each.grad) for name, each in pipe.named_parameters()):
+                if gradient is not None:
+                    far = max(far, (gradient - wanted[name].grad).abs().max().item())
+        sizes = [0, 0]
+        for part in pipe.deployment.staged.parts:
+            rank = pipe.deployment.placement.rank_of(part.index)
+            sizes[rank] += sum(value.numel() for value in part.module.parameters())
+        return far, sizes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (4, "zb-v")])
+def test_a_list_of_blocks_inside_of_a_dict_is_taken_apart(stages: int, schedule: str, tied: bool) -> None:
+    """The most copied GPT there is has its blocks in a list in a dict. The list was one unit, which nobody calls, so
+    that its blocks were taken for glue: one stage had 4 % of the model and the other the rest, or both had all blocks.
+    Gradients were exact all the while, and nothing was reported."""
+    for far, sizes in on_processes(2, trained_gpt, tied, stages, schedule):
+        assert far < 1e-6
+        assert max(sizes) < 0.7 * sum(sizes)

@@ -574,3 +574,23 @@ class Trap(nn.Module):
 
 def spring(gradient: Tensor) -> Tensor:
     raise ArithmeticError("the trap was sprung")
+
+
+# Where a whole model has them
+
+
+class Group(nn.Module):
+    """Holds layers, and has no forward."""
+
+    def __init__(self, first: nn.Module, *others: nn.Module) -> None:
+        super().__init__()
+        self.first = first
+        for number, other in enumerate(others):
+            self.add_module(f"h{number}", other)
+
+
+def inside(holder: nn.Module) -> Any:
+    """The layers of a container, and of those in it."""
+    for child in holder._modules.values():
+        held = isinstance(child, nn.ModuleList | nn.ModuleDict) or type(child).__name__ == "Group"
+        yield from inside(child) if held else (child,)

@@ -39,6 +39,13 @@ UNSAVED = (  # whose output autograd does not keep, so that a layer behind may w
     "Norm", "Bias", "BiasOnly", "Cat", "Residual", "Square", "Scale", "Part", "HalfFrozen", "Detached", "Hooked",
     "Attend", "BatchNorm", "Count", "Mean", "Calls", "Seen", "Noise", "Join",
 )  # fmt: skip
+NESTS = {  # containers within containers, of the layers `LAYERS`
+    "list": "nn.ModuleList(LAYERS)",
+    "list in dict": "nn.ModuleDict(dict(zip('abc', [LAYERS[0], nn.ModuleList(LAYERS[1:-1]), *LAYERS[1:][-1:]])))",
+    "lists in list": "nn.ModuleList(nn.ModuleList(LAYERS[n : n + 2]) for n in range(0, len(LAYERS), 2))",
+    "dict in dict": "nn.ModuleDict({'0': nn.ModuleDict({str(n): layer for n, layer in enumerate(LAYERS)})})",
+    "group": "Group(LAYERS[0], nn.ModuleList(LAYERS[1:-1]), *LAYERS[1:][-1:])",
+}
 WAYS = ("list", "list", "list", "sequential", "replay", "replay", "graph")
 CHANGING = ("masked", "selected", "switched")  # a mean over rows, and from the last step on over some of them
 LOSSES = ("mse", "mse", "sum", "weighted", "cross", "known", "own", "kwargs", "exchanged", "exchanged", *CHANGING)
@@ -47,7 +54,7 @@ LOSSES = ("mse", "mse", "sum", "weighted", "cross", "known", "own", "kwargs", "e
 CLASSES = (
     "state", "random", "writing", "branch", "extra", "forks", "skips", "shared", "side", "faults", "evaluate",
     "precision", "recompute", "clip", "losses", "microbatches", "replay", "graph", "sequential", "frozen", "scratch",
-    "hooks",
+    "hooks", "nests",
 )  # fmt: skip
 
 
@@ -90,6 +97,7 @@ class Case:
     recompute: str = "never"
     precision: str | None = None
     evaluate: bool = False
+    nest: str = "list"  # where a whole model has its layers; see `NESTS`
     fault: tuple[int, int, str, int] | None = None  # step, stage, forward or backward, microbatch
     seed: int = 0
 
@@ -132,6 +140,13 @@ class Case:
             return False
         schedule = build(self.family, self.ranks, self.microbatches, len(self.stages) // self.ranks)
         return sums_in_order(schedule)
+
+    @property
+    def owners(self) -> int:
+        """How many layers of a whole model can begin a stage, at least; 0: not known beforehand."""
+        if self.way != "replay" or self.shared or len(self.stages) < 2:
+            return 0
+        return sum(layer.kind not in BARE for layer in self.layers)
 
     @property
     def refusable(self) -> bool:
@@ -188,6 +203,8 @@ class Case:
     def _extras_fit(self) -> bool:
         stages = len(self.stages)
         ends = [stage[-1].kind for stage in self.stages]
+        if self.nest not in NESTS or (self.nest != "list" and not self.whole):
+            return False
         if (self.dtype != "float64" and not self.exact) or (self.precision and self.dtype != "float32"):
             return False
         if (self.side is None) != (not self.side_at) or (self.side and self.way == "sequential"):
@@ -332,6 +349,8 @@ def _stages(chance: random.Random, count: int, without: set[str]) -> tuple[tuple
 def _with_more(chance: random.Random, case: Case, without: set[str], maybe: Any) -> Case:
     """What only some cases have."""
     stages = len(case.stages)
+    if maybe(0.6, "nests") and case.whole:
+        case = replace(case, nest=chance.choice(tuple(NESTS)))
     if maybe(0.25, "side") and case.way != "sequential":
         where = tuple(sorted({chance.randrange(stages) for _ in range(2)}))
         case = replace(case, side=chance.choice(("rows", "rows", "none")), side_at=where)

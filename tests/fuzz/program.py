@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from fuzz import blocks
-from fuzz.case import CHANGING, RANDOM, Case
+from fuzz.case import CHANGING, NESTS, RANDOM, Case
 
 __all__ = ["program"]
 
@@ -71,6 +71,7 @@ def flags_of(case: Case) -> set[str]:
         "optimizer": case.optimizer is not None,
         "inside": case.inside,
         "clip": case.clip is not None,
+        "owners": case.owners > 0,
         "units": case.way == "replay" and case.has(*RANDOM),
         "replicas": case.replicate is not None,
         "alone": case.replicate is None,
@@ -102,6 +103,8 @@ def constants(case: Case) -> Iterator[str]:
         yield f"SKIP = {case.skip}  # from where to where"
     if case.clip is not None:
         yield f"CLIP = {case.clip}"
+    if case.owners:
+        yield f"OWNERS = {case.owners}  # layers with parameters, each of which can begin a stage"
     if case.way == "sequential":
         yield f"BALANCE = {[len(stage) for stage in case.stages]}"
 
@@ -116,7 +119,11 @@ def classes(case: Case) -> Iterator[str]:
         yield source_of(each)
     if case.loss == "own":
         yield "class Own(nn.Module):\n    def forward(self, x):\n        return x.square().mean()"
+    if case.nest == "group":
+        yield source_of("Group")
     if case.whole:
+        if case.nest != "list":
+            yield source_of("inside")
         yield from net(case)
 
 
@@ -125,10 +132,10 @@ def net(case: Case) -> Iterator[str]:
     yield "class Net(nn.Module):"
     yield "    def __init__(self, *layers):"
     yield "        super().__init__()"
-    yield "        self.layers = nn.ModuleList(layers)"
+    yield f"        self.layers = {NESTS[case.nest].replace('LAYERS', 'layers')}"
     yield ""
     yield f"    def forward(self, x{'' if case.side is None else ', side=None'}):"
-    yield "        for number, layer in enumerate(self.layers):"
+    yield f"        for number, layer in enumerate({'self.layers' if case.nest == 'list' else 'inside(self.layers)'}):"
     if case.skip is not None:
         yield "            x = x + kept if number == SKIP[1] else x"
     units = case.way == "replay" and case.has(*RANDOM)

@@ -30,13 +30,18 @@ SIMPLE: dict[str, Any] = {  # from what is most worth being rid of
     "to_none": True,
     "where": "threads",
     "replicate": None,
+    "nest": "list",
     "way": "list",
     "width": 4,
     "dtype": "float32",
     "seed": 0,
 }
 
-ALONG: dict[str, dict[str, Any]] = {"side": {"side_at": ()}, "optimizer": {"clip": None, "inside": False}}
+ALONG: dict[str, dict[str, Any]] = {
+    "way": {"nest": "list"},
+    "side": {"side_at": ()},
+    "optimizer": {"clip": None, "inside": False},
+}
 
 
 def smaller(case: Case) -> Iterator[Case]:

@@ -224,6 +224,7 @@ def updating(parameters):  # if: inside
 def plain():
     """Gradient accumulation, microbatch by microbatch."""
     models, found = [make() for _ in range(REPLICAS)], {}
+    found["layers that are in one piece with others"] = torch.tensor(0)  # if: owners
     optimizers = [torch.optim.OPTIMIZER(model.parameters(), **SETTINGS) for model in models]  # if: optimizer
     update = updating(models[0].parameters())  # if: inside
     for step in range(STEPS):
@@ -291,6 +292,8 @@ def piped():
         # here: options
     )
     loss_fn.on = False  # if: switched
+    cuts = sum(pipe.deployment.staged.balance)  # if: owners
+    found["layers that are in one piece with others"] = torch.tensor(max(0, OWNERS - cuts))  # if: owners
     with pipe:
         optimizer = torch.optim.OPTIMIZER(pipe.parameters(), **SETTINGS)  # if: optimizer !inside
         update = updating(pipe.parameters())  # if: inside

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transports import ON_PROCESSES
 
-from fuzz.case import CHANGING, Case, Layer, draw
+from fuzz.case import CHANGING, NESTS, Case, Layer, draw
 from fuzz.program import program
 from fuzz.run import Outcome, judged, run_on_processes, run_on_threads
 from fuzz.shrink import shrink, smaller
@@ -177,3 +177,17 @@ def test_a_refusal_is_no_difference_and_an_error_of_the_model_is() -> None:
     assert judged(RunError("x"), True).bad
     assert Outcome("crashed", "KeyError: x").bad
     assert not Outcome("crashed", "KeyError: x").like(Outcome("crashed", "ValueError: y"))
+
+
+def test_a_container_that_is_not_looked_into_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: every module counts as one that the model calls, so that a list in a dict was a single unit."""
+    from penstock.model.replay import cut
+    from penstock.model.replay.recording import units
+
+    half = (DENSE, DENSE)
+    cases = [Case((half, half), way="replay", dtype="float64", ranks=2, nest=nest) for nest in NESTS]
+    assert [run_on_threads(case).kind for case in cases] == ["same"] * len(NESTS)
+    monkeypatch.setattr(units, "has_forward", lambda module: True)
+    monkeypatch.setattr(cut, "entered_units", lambda *given: None)
+    found = {case.nest for case in cases if run_on_threads(case).kind == "differs"}
+    assert found >= {"list in dict", "lists in list"}

@@ -134,6 +134,7 @@ def test_pieces_of_a_graph_are_counted_too() -> None:
         assert again.balance == [1, 3]
 
 
+@pytest.mark.filterwarnings("ignore::penstock.errors.CutWarning")  # all stages train the same block
 @pytest.mark.parametrize("options", [{"stages": 2}, {"balance": [1, 1, 1, 1]}, {"split_at": ["block#2"]}])
 def test_a_block_that_is_used_again_is_cut_between_its_uses(options: dict[str, object]) -> None:
     """It was refused, as a model that calls units once."""

@@ -25,6 +25,7 @@ from penstock.model.by_position import layers_of, more_than_its_layers, split_by
 from penstock.model.cut_options import CutOptions
 from penstock.model.lazy import check_values, is_lazy
 from penstock.model.replay.cut import split_by_replay
+from penstock.model.stage_shares import doubts_about
 from penstock.model.staged_model import StagedModel
 
 Example = tuple[Any, ...] | Mapping[str, Any]
@@ -39,9 +40,24 @@ def cut_model(
     split_at: Sequence[str] = (),
     options: CutOptions = CutOptions(),
 ) -> StagedModel:
-    """Cut a model into stages."""
-    method, skips = options.method, options.skips
+    """Cut a model into stages; the result has doubts about them where it was not the user who chose them."""
     balance = balance if isinstance(balance, Balancing) else Balancing(balance)
+    found = _cut(model, stages, balance, example, split_at, options)
+    if balance.counts is not None or split_at or not isinstance(model, nn.Module):
+        return found
+    by_parameters = balance.how in (None, "parameters") and balance.speeds is None
+    return replace(found, doubts=doubts_about(found, by_parameters, balance.schedule_for))
+
+
+def _cut(
+    model: nn.Module | Sequence[nn.Module],
+    stages: int | None,
+    balance: Balancing,
+    example: Example | None,
+    split_at: Sequence[str],
+    options: CutOptions,
+) -> StagedModel:
+    method, skips = options.method, options.skips
     for part in [model] if isinstance(model, nn.Module) else model:
         if isinstance(part, nn.Module):  # what else is in a list is refused further down
             check_values(part)
@@ -108,6 +124,7 @@ def _by_position(
         optimizer=balance.optimizer,
         measured=balance.measures,
         agree=balance.agree if balance.runs else None,
+        device=balance.device,
     )
     counts = balance.counts
     if stages is not None and (weighed or (counts is None and balance.speeds is not None)):

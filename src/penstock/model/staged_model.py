@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from penstock.errors import FallbackWarning
+from penstock.errors import CutWarning, FallbackWarning
 from penstock.model.part import StagePart
 from penstock.schedule.topology import Topology
 
@@ -48,8 +48,12 @@ class StagedModel:
     origin: Mapping[str, Any] | None = None  # of a model of transformers or with peft's adapters: their configurations
     fallback: str = ""  # why it is this way, where another that comes first has refused the model
 
+    doubts: tuple[str, ...] = ()  # what is odd about the stages, a sentence each (`stage_shares.py`)
+
     def warn(self) -> None:
-        """Say that a fallback was taken, and why."""
+        """Warn that a fallback was taken, and why, and of stages that are odd."""
+        for doubt in self.doubts:
+            warnings.warn(f"{type(self.model).__name__}: {doubt}", CutWarning, stacklevel=3)
         if self.fallback:
             warnings.warn(
                 f"{type(self.model).__name__} is trained from its torch.export graph, which was checked against the "

@@ -76,6 +76,7 @@ class Construction:
                 schedule_for=lambda stages: self._choose(Topology.chain(stages), self._count),
                 agree=self._agree,
                 measures=self.measures,
+                device=torch.device(asked.devices[0]) if asked.devices else None,  # of the rank that measures
                 search=None if self._searched is None else self._searched.cuts,
             ),
             example=self._example(),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from command import run, swapped
 
 from penstock.schedule import FAMILIES, build, lower, verify
+from penstock.schedule.proof.certificate import LINKS
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -86,6 +88,24 @@ def test_steps_that_overlap_are_proved_where_they_are_asked_for(sharded: Path) -
         assert sentence in run("verify", source, "--steps", 3).stdout
         assert "steps" not in run("verify", source).stdout
     assert json.loads(run("verify", "zb-v", "--steps", 3, "--json").stdout)["steps"] == 3
+
+
+def test_a_program_is_proved_for_the_links_that_are_asked_for(tmp_path: Path) -> None:
+    """Of a file with a certificate for others, the proof is made anew."""
+    program = lower(build("gpipe", 2, 4))
+    verify(program)
+    program.save(tmp_path / "program.json")
+    for links, sentence in LINKS.items():
+        source = tmp_path / "program.json"
+        assert f"nothing buffered and one stream for {sentence}\n" in run("verify", source, "--links", links).stdout
+        document = json.loads(run("verify", source, "--links", links, "--json").stdout)
+        assert document["certificate"] == asdict(verify(program, links=links)) | {
+            "proved": list(verify(program, links=links).proved)
+        }
+    result = run("verify", "1f1b", "-r", 2, "-m", 4, "--links", "pair")
+    assert result.exit_code == 1
+    assert "rank 0 at 0SEND_F2 waits in the stream of ranks 0 and 1 for 0RECV_B1 before it" in result.stdout
+    assert run("verify", "1f1b", "--links", "edge").exit_code == 2
 
 
 def test_more_steps_than_memory_holds_are_refused() -> None:

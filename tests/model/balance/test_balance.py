@@ -73,7 +73,7 @@ def clock(monkeypatch):
         now[0] += seconds
 
     monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(measure, "_clock", lambda: nullcontext(lambda: now[0]))
+    monkeypatch.setattr(measure, "_clock", lambda device: nullcontext(lambda: now[0]))
 
 
 def layers_of(model):
@@ -282,3 +282,26 @@ def test_describe_shows_units_and_what_was_measured():
         assert any(line.startswith("links") for line in pipe.describe().splitlines())
     finally:
         pipe.close()
+
+
+class Seen(nn.Linear):
+    weights: list[nn.Parameter]
+
+    def forward(self, x):
+        self.weights.append(self.weight)
+        return super().forward(x)
+
+
+def test_a_piece_is_measured_with_copies_on_the_device_and_has_its_own_weights_again_afterwards():
+    """`balance="time"` measured on the CPU, because stages move to their devices after the model is cut."""
+    model = nn.Sequential(Seen(4, 4), nn.LSTM(4, 4))
+    model[0].weights = []
+    own = dict(model.named_parameters())
+    values = {name: value.detach().clone() for name, value in own.items()}
+    order = ["0", "1"]
+    device = torch.device("cpu")
+    measure.measure(model, dict(model.named_modules()), order, lambda: model(torch.randn(2, 4)), 1, 1, device)
+    assert all(weight is not own["0.weight"] and torch.equal(weight, own["0.weight"]) for weight in model[0].weights)
+    assert dict(model.named_parameters()).keys() == own.keys()
+    assert all(value is own[name] and torch.equal(value, values[name]) for name, value in model.named_parameters())
+    assert all(any(flat is each for each in own.values()) for flat in model[1]._flat_weights)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from penstock import CutOptions
 from penstock.errors import FallbackWarning
+from penstock.model.cut import cut_model
+from penstock.model.part import OUTPUT
 
 ROUNDING = 1e-6
 
@@ -27,6 +29,7 @@ INPUTS = {
 CUTS = [(net, *cut) for net in INPUTS for cut in ((2, "1f1b"), (4, "zb-v"))]
 
 
+@pytest.mark.filterwarnings("ignore::penstock.errors.CutWarning")  # what both inputs go through is in one piece
 @pytest.mark.parametrize(
     ("net", "stages", "schedule"), mostly_slow(CUTS, (nets.TwoInputs, 2, "1f1b"), (nets.Tied, 4, "zb-v"))
 )
@@ -36,6 +39,28 @@ def test_a_graph_trains_in_a_pipeline_as_the_plain_model(net: type[nn.Module], s
         trains(net(), *INPUTS[net](), stages=stages, schedule=schedule, cut_options=CutOptions(method="graph"))
         <= ROUNDING
     )
+
+
+class Places(nets.Chain):
+    """Makes tensors in its forward, where its input is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x)) + torch.arange(x.shape[1], device=x.device) + torch.ones(W, device=x.device)
+        return x
+
+
+def test_a_stage_on_another_device_than_the_capture_makes_its_tensors_there() -> None:
+    """Stages go to their devices after the model is cut. The graph had the first device written into it, so that the
+    model was captured again, with its stages on several devices, which torch refuses."""
+    staged = cut_model(Places(), 2, example=(torch.randn(2, W),), options=CutOptions(method="graph"))
+    for part in staged.parts:
+        part.module.to("meta")  # any device but the first
+    x = torch.randn(4, W, device="meta")
+    (crossed,) = staged.parts[0].run({}, (x,), {}).values()
+    assert [tensor.device.type for tensor in crossed] == ["meta"]
+    output = staged.parts[1].run({0: crossed}, (x,), {})[OUTPUT]
+    assert (output.device.type, output.shape) == ("meta", (4, W))
 
 
 class Stashes(nets.Chain):

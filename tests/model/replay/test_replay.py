@@ -47,6 +47,7 @@ def test_skips_in_place_work_odd_outputs_and_frozen_weights_are_exact(
     assert trains(net(), *(rows(*shape) for shape in shapes), stages=stages, schedule=schedule) == 0.0
 
 
+@pytest.mark.filterwarnings("ignore::penstock.errors.CutWarning")  # that they share it
 @pytest.mark.parametrize(("stages", "schedule"), CUTS)
 @pytest.mark.parametrize(("net", "shapes"), ROUNDED)
 def test_what_several_stages_share_is_exact_to_rounding(

@@ -15,6 +15,7 @@ import penstock
 from penstock.errors import ModelError
 
 
+@pytest.mark.filterwarnings("ignore::penstock.errors.CutWarning")  # a stage of a Tanh
 @pytest.mark.parametrize("options", [{"stages": 2}, {"stages": 4}, {"balance": [3, 1]}, {"stages": 1}])
 def test_names_are_those_of_the_whole_model(options: dict[str, Any]) -> None:
     model = sequential()
@@ -111,6 +112,7 @@ def test_a_parameter_tied_between_stages_is_listed_once_and_gets_both_gradients(
     torch.testing.assert_close(found, [parameter.grad for parameter in pipe.parameters()])
 
 
+@pytest.mark.filterwarnings("ignore::penstock.errors.CutWarning")  # a stage of a Tanh
 def test_buffers_after_the_first_step_are_those_of_the_plain_loop() -> None:
     model, plain = sequential(), sequential()
     pipe = penstock.Pipeline(model, stages=4, microbatches=2, loss_fn=F.mse_loss)

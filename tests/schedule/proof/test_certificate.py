@@ -14,7 +14,8 @@ from penstock.schedule import Certificate, Schedule, build, lower, verify
 from penstock.schedule.proof import certificate as module
 
 PROGRAM = lower(build("zb-v", 3, 4))
-PROVED = list(module.COMPUTES + module.PROGRAM)
+ENDS = "the program ends with nothing buffered and one stream for each direction between two ranks"
+PROVED = [*module.COMPUTES, *module.PROGRAM, ENDS]
 
 
 def test_a_proof_says_what_it_proved() -> None:
@@ -23,8 +24,8 @@ def test_a_proof_says_what_it_proved() -> None:
         for schedule in (build("zb-v", 3, 4), PROGRAM, lower(build("zb-v", 3, 4), reduce=True, window=1))
     )
     assert "the order of all ranks together ends" in order
-    assert "the program ends with nothing buffered" in program
-    assert "the program ends with nothing buffered" not in order
+    assert ENDS in program
+    assert ENDS not in order
     assert set(sharded) - set(program) == {"a stage is whole when it computes, and its gradients are reduced once"}
 
 
@@ -92,6 +93,9 @@ def test_a_file_that_was_changed_after_its_proof_is_refused(tmp_path: Path) -> N
         {"rules": 1.0},
         {"rules": "1"},
         {"note": "trust me"},
+        {"links": "rank"},
+        {"links": "none"},
+        {"links": None},
     ],
     ids=str,
 )
@@ -104,6 +108,27 @@ def test_a_certificate_that_says_anything_else_is_refused(lie: dict[str, Any], t
     changed(path, certificate=json.loads(path.read_text())["certificate"] | lie)
     with pytest.raises(ScheduleError, match="certificate"):
         Schedule.load(path)
+
+
+def test_a_certificate_says_for_which_links_and_keeps_it(tmp_path: Path) -> None:
+    path = tmp_path / "program.json"
+    program = lower(build("gpipe", 3, 4))
+    found = {links: verify(program, links=links) for links in module.LINKS}
+    assert [certificate.links for certificate in found.values()] == ["direction", "pair", "rank"]
+    assert len({certificate.proved for certificate in found.values()}) == 3
+    assert "one stream for both directions between two ranks together" in found["pair"].proved[-1]
+    for certificate in found.values():
+        certificate.check(program)
+    program.save(path)  # with the last one
+    assert Schedule.load(path).certificate == found["rank"]
+
+
+def test_a_certificate_from_before_there_were_kinds_of_links_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "program.json"
+    verify(PROGRAM)
+    PROGRAM.save(path)
+    changed(path, certificate={"digest": "0" * 32, "proved": [], "rules": 1})
+    assert Schedule.load(path).certificate is None
 
 
 def test_the_certificate_of_another_schedule_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,30 +12,36 @@ from penstock.cli.output import document_of, guarded, working, write, write_faul
 from penstock.cli.source import AsJson, Sizes, Source, Steps, check_steps, described, identity, read
 from penstock.errors import Fault, ScheduleError
 from penstock.schedule import Op, Schedule, faults, lower
-from penstock.schedule.proof.certificate import RULES, certificate_of
+from penstock.schedule.proof.certificate import LINKS, RULES, certificate_of
 from penstock.view.figures import counted
 
+Links = Annotated[
+    Literal["direction", "pair", "rank"],
+    typer.Option(help="What has a stream of its own, in which one transfer follows another; Penstock: direction."),
+]
 COUNTED = (("computes", Op.F, Op.W), ("transfers", Op.SEND_F, Op.RECV_B), ("sharding", Op.UNSHARD, Op.REDUCE_GRAD))
 
 
 @guarded
-def verify(source: Source, sizes: Sizes, steps: Steps = 1, as_json: AsJson = False) -> None:
+def verify(source: Source, sizes: Sizes, steps: Steps = 1, links: Links = "direction", as_json: AsJson = False) -> None:
     """Prove that a schedule is complete, in order and free of deadlock.
 
     A schedule of computes alone is proved as it is, and again with its transfers added. Exit code 1 and
     every fault, with rank, position and action, when it is not. With --steps, also that so many steps cannot deadlock.
+
+    A deadlock depends on which transfers have to wait for each other: --links.
     """
     try:
         with working(f"proving {source}"):
             schedule = read(source, sizes)
             check_steps(schedule, steps)
-            found, program = _prove(schedule, steps)
+            found, program = _prove(schedule, steps, links)
     except ScheduleError as error:  # it could not even be read
         schedule, found, program = None, list(error.faults), None
     if as_json:
-        write_json({**_document(schedule, program, found), "steps": steps})
+        write_json({**_document(schedule, program, found, links), "steps": steps})
     elif schedule is not None and program is not None:
-        write("\n".join([f"proved: {described(schedule, source)}", *_sentences(schedule, program, steps)]))
+        write("\n".join([f"proved: {described(schedule, source)}", *_sentences(schedule, program, steps, links)]))
     else:
         title = described(schedule, source) if schedule is not None else source
         write_faults(title, found)
@@ -43,13 +49,13 @@ def verify(source: Source, sizes: Sizes, steps: Steps = 1, as_json: AsJson = Fal
         raise typer.Exit(1)
 
 
-def _prove(schedule: Schedule, steps: int) -> tuple[list[Fault], Schedule | None]:
+def _prove(schedule: Schedule, steps: int, links: str) -> tuple[list[Fault], Schedule | None]:
     """The faults of the schedule, or else of its program; and the program, where it is sound."""
-    found = faults(schedule, steps)
+    found = faults(schedule, steps, links)
     if found or "transfers" in schedule.passes:
         return found, None if found else schedule
     program = lower(schedule.compute()) if schedule.passes else lower(schedule)
-    found = faults(program, steps)
+    found = faults(program, steps, links)
     return found, None if found else program
 
 
@@ -60,7 +66,7 @@ def _counts(schedule: Schedule) -> dict[str, int]:
     return {**counts, "messages": counts["transfers"] // 2}
 
 
-def _sentences(schedule: Schedule, program: Schedule, steps: int) -> list[str]:
+def _sentences(schedule: Schedule, program: Schedule, steps: int, links: str) -> list[str]:
     counts = _counts(schedule) | {name: _counts(program)[name] for name in ("transfers", "messages")}
     backward = "and no backward" if schedule.forward_only else "and one backward (B, or I and W)"
     given = "in the file" if schedule is program else "added here"
@@ -78,19 +84,19 @@ def _sentences(schedule: Schedule, program: Schedule, steps: int) -> list[str]:
             lines.append(
                 "  the file has sharding but no transfers: they were added to its computes alone, and proved so"
             )
-    lines.append("  no deadlock: the program ends with nothing buffered, so it ends on every transport")
+    lines.append(f"  no deadlock: the program ends with nothing buffered and one stream for {LINKS[links]}")
     if steps > 1:
         lines.append(f"  {steps} steps back to back, no rank waiting for the others in between: no deadlock either")
-    lines.append(f"  certificate {certificate_of(program).digest} (rules {RULES})")
+    lines.append(f"  certificate {certificate_of(program, links).digest} (rules {RULES})")
     return lines
 
 
-def _document(schedule: Schedule | None, program: Schedule | None, found: list[Fault]) -> dict[str, Any]:
+def _document(schedule: Schedule | None, program: Schedule | None, found: list[Fault], links: str) -> dict[str, Any]:
     document: dict[str, Any] = {"proved": not found}
     if schedule is not None:
         document |= identity(schedule)
     if program is not None:
-        document |= {**_counts(program), "certificate": asdict(certificate_of(program))}
+        document |= {**_counts(program), "certificate": asdict(certificate_of(program, links))}
         if schedule is not None and schedule is not program:  # transfers are added to the computes alone
             document["sharding"] = _counts(schedule)["sharding"]
             document["transfers_added"] = True

@@ -8,6 +8,9 @@ whole is repeated in rounds, so that a disturbance hits a few of a piece's times
 them, and medians are taken. On a machine that is busy with other work even medians lie, and the more
 the longer a piece takes; so the clock stands still while this thread waits for a processor.
 
+Where stages will run on a device, each piece is there while it is measured, and nothing else is: a
+model that needs several devices does not fit on one.
+
 The user's model is as before afterwards: gradients come from `torch.autograd.grad`, which writes to
 no `.grad` and runs no optimizer's hooks; buffers, attributes that were set, and the random
 generators are put back.
@@ -20,6 +23,7 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -27,9 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.devices import accelerator
+from penstock.devices import accelerator, on_accelerator
 from penstock.errors import ModelError
 from penstock.model.counted_runs import DRY, run_as
+from penstock.model.moved import moved
 from penstock.model.random_states import random_state, restore_random
 from penstock.model.replay.recording.marks import Storages
 from penstock.model.replay.recording.nested_values import tensors_in
@@ -59,13 +64,17 @@ def measure(
     run: Callable[[], Any],
     rounds: int = ROUNDS,
     repeats: int = REPEATS,
+    device: torch.device | None = None,
 ) -> list[Measured]:
-    """`run` the model in rounds; the pieces in `order`, keys of `modules`, must be called in that order."""
+    """`run` the model in rounds; the pieces in `order`, keys of `modules`, must be called in that order.
+
+    On `device`, if one is given, or else where they are.
+    """
     found = [Measured() for _ in order]
-    with undone(model), _clock() as now, run_as(DRY):
+    with undone(model), _clock(device) as now, run_as(DRY):
         for number in range(rounds):
             ledger = _Ledger((*model.parameters(), *model.buffers())) if number == 0 else None
-            clock = _Round(order, modules, found, repeats, ledger, now)
+            clock = _Round(order, modules, found, repeats, ledger, now, device)
             with patched(dict(modules), list(dict.fromkeys(order)), clock.wrap), torch.enable_grad():
                 run()
             clock.finish()
@@ -110,6 +119,7 @@ class _Round:
         repeats: int,
         ledger: _Ledger | None,
         now: Callable[[], float],
+        device: torch.device | None,
     ) -> None:
         self.order = order
         self.modules = modules
@@ -117,6 +127,7 @@ class _Round:
         self.repeats = repeats
         self.ledger = ledger  # in the round that counts bytes
         self.now = now
+        self.device = device
         self.number = 0
         self.inside = False
 
@@ -132,7 +143,13 @@ class _Round:
             self.number += 1
             self.inside = True
             try:
-                return self._call(piece, forward, trained, args, kwargs)
+                if self.device is None:
+                    return self._call(piece, forward, trained, args, kwargs)
+                home = next((each.device for each in trained), torch.device("cpu"))
+                on_device = partial(_on, self.device, ledger=self.ledger)
+                with moved(self.modules[name], on_device) as there:
+                    args, kwargs = on_device((args, kwargs))
+                    return _on(home, self._call(piece, forward, there, args, kwargs), self.ledger)
             finally:
                 self.inside = False
 
@@ -208,12 +225,26 @@ def _copies(value: Any, ledger: _Ledger | None) -> tuple[Any, list[Tensor]]:
     return pytree.tree_map_only(Tensor, copy, value), leaves
 
 
+def _on(device: torch.device, value: Any, ledger: _Ledger | None) -> Any:
+    """A nested value on a device; what had to be copied counts as what it is a copy of."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        there = tensor.detach().to(device)
+        if tensor.device == there.device:
+            return tensor
+        if ledger is not None:
+            ledger.copied(tensor, there)
+        return there.requires_grad_(tensor.requires_grad)
+
+    return pytree.tree_map_only(Tensor, moved, value)
+
+
 def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 @contextmanager
-def _clock() -> Iterator[Callable[[], float]]:
+def _clock(device: torch.device | None) -> Iterator[Callable[[], float]]:
     """Seconds on the wall, without those in which this thread was ready to run and had no processor.
 
     Linux tells them, in nanoseconds; elsewhere it is the wall's clock alone.
@@ -226,7 +257,7 @@ def _clock() -> Iterator[Callable[[], float]]:
 
     def now() -> float:
         if accelerator() is not None:
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(*([device] if on_accelerator(device) else []))
         waited = int(os.pread(schedstat, 100, 0).split()[1]) * 1e-9 if schedstat >= 0 else 0.0
         return perf_counter() - waited
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
@@ -58,6 +59,7 @@ def profile_layers(
     repeats: int = REPEATS,
     measured: bool = True,
     agree: Agree | None = None,
+    device: torch.device | None = None,
 ) -> list[Weight]:
     """The layers of an `nn.Sequential`, each called on what the one before returned.
 
@@ -76,7 +78,7 @@ def profile_layers(
                 for number, (_, layer) in enumerate(layers):
                     values = layer(*values) if number == 0 else layer(values)
 
-        found = measure(nn.ModuleList(numbers.values()), numbers, order, run, rounds, repeats)
+        found = measure(nn.ModuleList(numbers.values()), numbers, order, run, rounds, repeats, device)
         weights = _joined(weights, found)
     return agreed(weights, agree)
 
@@ -92,6 +94,7 @@ def profile_calls(
     repeats: int = REPEATS,
     measured: bool = True,
     agree: Agree | None = None,
+    device: torch.device | None = None,
 ) -> list[Weight]:
     """The calls of a recording, one weight each; those of the glue, which every stage makes, weigh nothing.
 
@@ -102,7 +105,7 @@ def profile_calls(
     weights = _at_rest([(name, modules[name]) for name in order], optimizer)
     if measured:
         _check_real([("", model)])
-        found = measure(model, modules, order, lambda: model(*args, **kwargs), rounds, repeats)
+        found = measure(model, modules, order, lambda: model(*args, **kwargs), rounds, repeats, device)
         weights = _joined(weights, found)
     weights = [
         Weight(weight.name) if call.glue else weight for weight, call in zip(weights, recording.calls, strict=True)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import torch
+
 from penstock.errors import ModelError, UsageError
 from penstock.model.balance.partition import in_flight, partition
 from penstock.model.balance.profile import WAYS, Agree, Weight, piece_weights
@@ -34,6 +36,7 @@ class Balancing:
     schedule_for: Callable[[int], Schedule | None] = _no_schedule
     agree: Agree | None = None
     measures: bool = True  # whether this rank's times are the ones that count
+    device: torch.device | None = None  # where pieces are measured; None: where they are
     search: Callable[[int, Sequence[Weight], Sequence[int] | None], list[int]] | None = None  # instead of the best cut
 
     def __post_init__(self) -> None:

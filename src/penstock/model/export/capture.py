@@ -91,7 +91,7 @@ class Capture:
         sizes: dict[Any, int] = {}
         for node, number in self.inputs.items():
             like, tensor = node.meta["val"], tensors[number]
-            if tensor.dtype != like.dtype or tensor.device != like.device or tensor.dim() != like.dim():
+            if tensor.dtype != like.dtype or tensor.dim() != like.dim():
                 return f"shape {tuple(tensor.shape)}, {tensor.dtype} where {_shown(like)}, {like.dtype} was captured"
             if is_channels_last(tensor) != self._channels_last[number]:
                 return "another memory format"

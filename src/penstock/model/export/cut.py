@@ -13,7 +13,7 @@ from penstock.model.export.capture import capture
 from penstock.model.export.containers import Arguments
 from penstock.model.export.cut_places import choose_cuts, count_pieces, find_cuts, modules_of
 from penstock.model.export.operations import Values
-from penstock.model.export.part import GraphPart, GraphPrograms, Program, all_tensors
+from penstock.model.export.part import GraphPart, GraphPrograms, Program, all_tensors, device_of
 from penstock.model.export.proof import runs
 from penstock.model.export.stage_graphs import build_stages
 from penstock.model.lazy import is_lazy
@@ -41,7 +41,7 @@ def split_by_graph(
     values = Values(capture(model, arguments, args, kwargs))
     tensors = all_tensors(model)
     cuts = choose_cuts(values, tensors, count, balance, split_at)
-    program = Program(values.capture, build_stages(values, find_cuts(values, tensors, cuts)))
+    program = Program(values.capture, build_stages(values, find_cuts(values, tensors, cuts), device_of(model)))
     programs = GraphPrograms(model, arguments, cuts, program)
     programs.held = _holders(model, tensors, program)
     programs.prove(args, kwargs)

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from penstock.devices import device_types
 from penstock.errors import ModelError
@@ -26,6 +29,7 @@ from penstock.model.export.proof import prove, runs
 from penstock.model.export.stage_graphs import StageGraph, build_stages
 from penstock.model.lazy import is_lazy
 from penstock.model.lru_cache import LruCache
+from penstock.model.moved import moved
 from penstock.model.original.placeholders import with_memory
 from penstock.model.original.settings import AttributeChange, value_key
 from penstock.model.part import OUTPUT, Names, StagePart
@@ -42,6 +46,12 @@ def all_tensors(model: nn.Module) -> dict[str, Tensor]:
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device that a model is on as a whole, but for what has no memory yet."""
+    found = (tensor.device for tensor in all_tensors(model).values() if tensor.device.type != "meta")
+    return next(found, torch.device("cpu"))
 
 
 def _autocast() -> Any:
@@ -68,6 +78,7 @@ class GraphPrograms:
         self._model = model
         self._arguments = arguments
         self._cuts = cuts
+        self._home = device_of(model)
         self._modules = list(model.modules())
         self._kept: list[Any] = []
         self.follow()
@@ -121,7 +132,7 @@ class GraphPrograms:
         tensors: list[Any] = []
         plain = take_apart(self._arguments.named(args, kwargs), "input", tensors).key()
         tensors = [as_contiguous(tensor) for tensor in tensors]
-        sizes = tuple((tensor.shape, tensor.dtype, tensor.device, is_channels_last(tensor)) for tensor in tensors)
+        sizes = tuple((tensor.shape, tensor.dtype, is_channels_last(tensor)) for tensor in tensors)
         if modes in self._refused:
             raise ModelError(self._refused[modes])
         key = (self._key(modes), plain, sizes, _autocast())
@@ -155,14 +166,21 @@ class GraphPrograms:
                 f"attributes of the model have had {count} different values, and each needed another capture, "
                 f"because a graph has them built in; make a value that changes often a registered buffer"
             )
-        with in_modes(self._modules, modes), with_memory(self._model):
+        with in_modes(self._modules, modes), with_memory(self._model), self._at_home():
+            args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._home), (args, kwargs))
             made = capture(self._model, self._arguments, args, kwargs)
         values = Values(made)
         tensors_of = all_tensors(self._model)
-        program = Program(made, build_stages(values, find_cuts(values, tensors_of, self._cuts)))
+        program = Program(made, build_stages(values, find_cuts(values, tensors_of, self._cuts), self._home))
         self._check(program, tensors_of, "training" if any(modes) else "evaluation", reasons)
         made_so_far.append(program)
         return program
+
+    def _at_home(self) -> AbstractContextManager[Any]:
+        """Have the model on the one device on which it was captured first; its stages may be on several by now."""
+        if all(tensor.device in (self._home, torch.device("meta")) for tensor in all_tensors(self._model).values()):
+            return nullcontext()
+        return moved(self._model, partial(torch.zeros_like, device=self._home))
 
     def _check(self, program: Program, tensors: dict[str, Tensor], mode: str, reasons: list[str]) -> None:
         """The stages must need nothing that was not arranged at the first capture."""
@@ -206,7 +224,7 @@ def _table(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 
 def _kind(tensor: Tensor | None) -> Any:
-    return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
+    return None if tensor is None else (tensor.shape, tensor.dtype)
 
 
 class GraphPart(StagePart):

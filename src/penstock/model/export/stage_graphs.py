@@ -9,12 +9,15 @@ wrote it, the reader makes the views again, and one that writes works on a copy 
 from __future__ import annotations
 
 import bisect
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.model.export.capture import Capture
@@ -31,6 +34,8 @@ class StageGraph:
     inputs: tuple[int, ...]
     arrivals: dict[int, int]  # by producing stage: how many values
     departures: dict[int, int]  # by consuming stage: how many values; the results of the model come last
+    home: torch.device  # where the model was captured, which is written into operations that make tensors
+    elsewhere: dict[torch.device, tuple[GraphModule, tuple[Any, ...]]] = field(default_factory=dict)
 
     def run(
         self, held: Mapping[str, Any], inputs: Sequence[Any], arrived: Mapping[Any, Sequence[Any]]
@@ -38,11 +43,30 @@ class StageGraph:
         """What the stage sends, by consuming stage, and the model's results, if it has them."""
         state, given = [held[name] for name, _ in self.state], [inputs[number] for number in self.inputs]
         received = [value for source in self.arrivals for value in arrived[source]]
-        found = list(self.function.forward(*state, *self.constants, *given, *received))
+        here = (each.device for each in (*state, *received, *given) if isinstance(each, torch.Tensor))
+        function, constants = self._on(next(here, self.home))
+        found = list(function.forward(*state, *constants, *given, *received))
         sent = {}
         for target, count in self.departures.items():
             sent[target], found = found[:count], found[count:]
         return sent, found
+
+    def _on(self, device: torch.device) -> tuple[GraphModule, tuple[Any, ...]]:
+        """Return the function and its constants for a stage that is on that device."""
+        if device == self.home:
+            return self.function, self.constants
+        if device not in self.elsewhere:
+            function = copy.deepcopy(self.function)
+            for body in function.modules():
+                if isinstance(body, GraphModule):
+                    for node in body.graph.nodes:
+                        node.args, node.kwargs = map_aggregate(
+                            (node.args, node.kwargs), lambda each: device if each == self.home else each
+                        )
+                    body.recompile()
+            constants = pytree.tree_map_only(torch.Tensor, lambda each: each.to(device), self.constants)
+            self.elsewhere[device] = function, constants
+        return self.elsewhere[device]
 
 
 class _Walk:
@@ -129,17 +153,19 @@ class _Walk:
         return any(writer in self.runs for group in groups for writer in self.values.writers.get(group, ()))
 
 
-def build_stages(values: Values, cuts: Sequence[int]) -> list[StageGraph]:
+def build_stages(values: Values, cuts: Sequence[int], home: torch.device) -> list[StageGraph]:
     walks = [_Walk(values, cuts, stage) for stage in range(len(cuts) + 1)]
     order = {node: place for place, node in enumerate([*values.capture.inputs, *values.nodes])}
     crossing: dict[tuple[int, int], list[Node]] = {}
     for walk in walks:
         for node, source in sorted(walk.arrives.items(), key=lambda item: order[item[0]]):
             crossing.setdefault((source, walk.stage), []).append(node)
-    return [_build(walk, values.capture, crossing) for walk in walks]
+    return [_build(walk, values.capture, crossing, home) for walk in walks]
 
 
-def _build(walk: _Walk, capture: Capture, crossing: dict[tuple[int, int], list[Node]]) -> StageGraph:
+def _build(
+    walk: _Walk, capture: Capture, crossing: dict[tuple[int, int], list[Node]], home: torch.device
+) -> StageGraph:
     graph = Graph()
     made: dict[Node, Node] = {}
     state = [node for node in [*capture.parameters, *capture.buffers] if node in walk.given]
@@ -174,4 +200,5 @@ def _build(walk: _Walk, capture: Capture, crossing: dict[tuple[int, int], list[N
         tuple(capture.inputs[node] for node in inputs),
         {source: len(nodes) for source, nodes in arrivals.items()},
         {target: len(nodes) for target, nodes in departures.items()},
+        home,
     )

@@ -19,7 +19,7 @@ from penstock.model.replay.part import ReplayPart
 from penstock.model.replay.plan import StagePlan, plan_stages, state_across
 from penstock.model.replay.recording.example_run import record
 from penstock.model.replay.recording.unit_calls import ForwardRecording, Leaf
-from penstock.model.replay.recording.units import find_units, smaller_units
+from penstock.model.replay.recording.units import entered_units, find_units, smaller_units, units_of_a_fair_size
 from penstock.model.replay.repeatability import check_repeatable
 from penstock.model.replay.shapes import Shapes, shapes_only
 from penstock.model.staged_model import StagedModel
@@ -48,6 +48,7 @@ def split_by_replay(
         optimizer=balance.optimizer,
         measured=balance.runs and balance.measures,
         agree=balance.agree if balance.runs else None,
+        device=balance.device,
     )
     cuts = _cuts(modules, recording, weights, count, balance, split_at)
     return _assemble(model, units, recording, weights, cuts, defaults)
@@ -100,20 +101,51 @@ def _recorded(
 ) -> tuple[list[str], ForwardRecording]:
     """The units and their calls; where too few calls are made, larger units are opened and it is run again."""
     instead = (lambda name: shapes_only(name, modules[name])) if is_lazy(model) else None
-    units = find_units(model, split_at)
-    while True:
+
+    def run(units: list[str]) -> ForwardRecording:
         once = partial(record, model, units, args, kwargs, instead)
-        run = once if instead else partial(check_repeatable, once)
+        again = once if instead else partial(check_repeatable, once)
         recording = _with_full_caches(once)
         recording = recording if instead else check_repeatable(once, recording)
-        also_in_training(list(modules.values()), recording, run)
+        also_in_training(list(modules.values()), recording, again)
+        return recording
+
+    units = find_units(model, split_at)
+    recording = run(units)
+    while True:
         count = len(_starts(modules, recording))
-        if split_at or count >= stages:
-            return units, recording
-        smaller = smaller_units(model, units)
+        smaller = entered_units(model, units, recording)
+        if smaller is None and (split_at or count >= stages):
+            return _evened(model, modules, run, units, recording, 0 if split_at else stages)
+        smaller = smaller or smaller_units(model, units)
         if smaller is None:
             raise _too_few(model, units, recording, count, stages)
-        units = smaller
+        units, recording = smaller, run(smaller)
+
+
+def _evened(
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    run: Callable[[list[str]], ForwardRecording],
+    units: list[str],
+    recording: ForwardRecording,
+    stages: int,
+) -> tuple[list[str], ForwardRecording]:
+    """Open units that are too large for a fair cut, as long as what is inside of them can be followed as well.
+
+    A unit may decide by its values what it calls (experts that get no token); as a part of the glue, that would have
+    to take the path of the example in every microbatch.
+    """
+    while stages and (smaller := units_of_a_fair_size(model, units, stages)) is not None:
+        try:
+            finer = run(smaller)
+        except ModelError:
+            break
+        gained = len(_starts(modules, finer)) - len(_starts(modules, recording))
+        if finer.reads_values > recording.reads_values or gained <= 0:
+            break
+        units, recording = smaller, finer
+    return units, recording
 
 
 def _too_few(model: nn.Module, units: list[str], recording: ForwardRecording, count: int, stages: int) -> ModelError:
@@ -121,8 +153,9 @@ def _too_few(model: nn.Module, units: list[str], recording: ForwardRecording, co
     names = ", ".join(unit or "the model as a whole" for unit in units[:8]) + (", ..." if len(units) > 8 else "")
     if not count:
         return ModelError(
-            f"{type(model).__name__}'s forward calls none of its modules with parameters ({names}), so that there is "
-            f"nowhere to cut"
+            f"{type(model).__name__}'s forward calls none of its modules with parameters"
+            + (f" ({names})" if names else ", all of which it reads itself")
+            + ", so that there is nowhere to cut"
         )
     across = dict.fromkeys(state_across(recording, number) for number in range(len(recording.calls)))
     why = ", ".join(filter(None, across))

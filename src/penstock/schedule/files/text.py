@@ -23,7 +23,7 @@ from penstock.schedule.files.drawing import IDLE, cells_of
 from penstock.schedule.files.facts import check_facts, taken
 from penstock.schedule.files.reading import MOST_STAGES, parse_json, read_file
 from penstock.schedule.placement import Placement
-from penstock.schedule.proof.certificate import RULES, Certificate
+from penstock.schedule.proof.certificate import LINKS, RULES, Certificate
 from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.seen import PASSES, actions_of, skips_seen
@@ -217,10 +217,12 @@ def from_json(text: str, *, certified: bool = True) -> Schedule:
 def _keep_certificate(schedule: Schedule, written: Any) -> None:
     """Check the certificate of a file, and keep it. One by other rules says nothing, and is dropped."""
     kinds = {"digest": str, "proved": list, "rules": int}
-    if not isinstance(written, dict) or {name: type(value) for name, value in written.items()} != kinds:
+    found = {name: type(value) for name, value in written.items()} if isinstance(written, dict) else {}
+    older = found == kinds and written["rules"] < RULES  # before there were several kinds of links
+    if not older and (found != {**kinds, "links": str} or written["links"] not in LINKS):
         raise NotationError("the certificate of the file is not complete; verify the schedule, and save it again")
-    certificate = Certificate(written["digest"], tuple(written["proved"]), written["rules"])
-    if certificate.rules == RULES:
+    if written["rules"] == RULES:
+        certificate = Certificate(**{**written, "proved": tuple(written["proved"])})
         certificate.check(schedule)
         schedule.__dict__["certificate"] = certificate
 

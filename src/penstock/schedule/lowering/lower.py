@@ -10,8 +10,10 @@ receives of what arrives by the end of the slot, then computes, then sends what 
 So a receive is always posted before its send starts and one compute before its value is
 used, each link's receives stand in the order of its sends, and lock step through the slots
 is a run in which no send ever waits. Ranks that wait only for what is there cannot lock up
-in any other order either, so the program ends on every transport, also on one that buffers
-nothing; `verify` proves it again from the program alone.
+in any other order either, so the program ends on every transport whose two directions between
+ranks do not wait for each other, also on one that buffers nothing; `verify` proves it again
+from the program alone. (Where they do share a stream, two ranks that both post a receive
+before they send wait for ever, as in the picture with a backward: `verify(program, links="pair")`.)
 
 All passes are linear in the number of actions.
 """

@@ -14,19 +14,21 @@ from dataclasses import dataclass
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["RULES", "Certificate", "certificate_of"]
+__all__ = ["LINKS", "RULES", "Certificate", "certificate_of"]
 
-RULES = 1  # goes up with every change of what verify accepts
+RULES = 2  # goes up with every change of what verify accepts
 COMPUTES = (
     "every stage, rank and microbatch is in range",
     "every microbatch has one forward and one backward in each stage",
     "nothing stands before what it needs",
 )
 ORDER = ("the order of all ranks together ends",)
-PROGRAM = (
-    "the receives of each link are its sends in the same order",
-    "the program ends with nothing buffered",
-)
+LINKS = {  # kinds of links: what has a stream, in which one transfer follows another
+    "direction": "each direction between two ranks",
+    "pair": "both directions between two ranks together",
+    "rank": "all transfers of a rank together",
+}
+PROGRAM = ("the receives of each link are its sends in the same order",)
 SHARDING = ("a stage is whole when it computes, and its gradients are reduced once",)
 
 
@@ -38,11 +40,13 @@ class Certificate:
         digest: A fingerprint of the program.
         proved: What holds for it, one sentence each.
         rules: The version of the rules that it was proved by.
+        links: What has a stream of transfers of its own: "direction", "pair" or "rank".
     """
 
     digest: str
     proved: tuple[str, ...]
     rules: int = RULES
+    links: str = "direction"
 
     def check(self, schedule: Schedule) -> None:
         """Raise `ScheduleError` unless this is the certificate of that very schedule, by today's rules.
@@ -55,7 +59,7 @@ class Certificate:
                 f"the certificate was made under rules {self.rules}, but this version has rules {RULES}; verify it "
                 f"again"
             )
-        found = certificate_of(schedule)
+        found = certificate_of(schedule, self.links)
         if found.digest != self.digest:
             raise ScheduleError(
                 f"the certificate is for another schedule ({self.digest[:40]}) than this ({found.digest}): it was "
@@ -68,8 +72,8 @@ class Certificate:
             )
 
 
-def certificate_of(schedule: Schedule) -> Certificate:
-    """The certificate that a schedule has once it is proved. This proves nothing."""
+def certificate_of(schedule: Schedule, links: str = "direction") -> Certificate:
+    """Return the certificate that a schedule has once it is proved. This proves nothing."""
     import numpy as np
 
     columns = schedule.columns
@@ -89,4 +93,6 @@ def certificate_of(schedule: Schedule) -> Certificate:
     digest.update(np.ascontiguousarray(columns.op).data)
     lowered = any(op.is_transfer for op in schedule.ops) or "transfers" in schedule.passes
     sharded = any(op.is_sharding for op in schedule.ops)
-    return Certificate(digest.hexdigest(), COMPUTES + (PROGRAM if lowered else ORDER) + (SHARDING if sharded else ()))
+    ends = f"the program ends with nothing buffered and one stream for {LINKS.get(links)}"
+    proved = COMPUTES + ((*PROGRAM, ends) if lowered else ORDER) + (SHARDING if sharded else ())
+    return Certificate(digest.hexdigest(), proved, links=links)

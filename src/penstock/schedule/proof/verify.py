@@ -7,22 +7,24 @@ are its sends in the same order. All faults of these are reported at once, with 
 and action; what is out of range is set aside, so that it does not hide the rest.
 
 Last the whole, which only means something when each part is right: the ranks are run against
-each other on the strictest transport there is. Nothing is buffered, each directed link keeps
-its order, a send ends only when its receive is posted. What ends here ends on every
-transport; what does not is drawn as the ring of ranks that wait for each other.
+each other on the strictest transport with links of the kind that was asked for. Nothing is
+buffered, a send ends only together with its receive, and transfers that share a stream follow each
+other in the order in which the program posts them. What ends here ends on every transport whose
+links are of that kind, or share less; what does not is drawn as the ring of ranks that wait for each
+other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.errors import Fault, ScheduleError
+from penstock.errors import Fault, ScheduleError, UsageError
 from penstock.rules import check_count
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.dependencies import Table, Value, stuck_at, waits_in_cells, waits_of
 from penstock.schedule.events import run
 from penstock.schedule.lowering.align import stuck_faults
-from penstock.schedule.proof.certificate import Certificate, certificate_of
+from penstock.schedule.proof.certificate import LINKS, Certificate, certificate_of
 from penstock.schedule.proof.rendezvous import rendezvous_faults
 from penstock.schedule.proof.shape import crowd_fault, shape_faults
 from penstock.schedule.proof.transfers import Transfers, link_faults
@@ -33,33 +35,39 @@ from penstock.schedule.seen import passes_seen
 __all__ = ["faults", "verify"]
 
 
-def verify(schedule: Schedule, steps: int = 1) -> Certificate:
+def verify(schedule: Schedule, steps: int = 1, links: str = "direction") -> Certificate:
     """Prove that a schedule or program is correct and cannot deadlock, or raise `ScheduleError` with every fault.
 
     Args:
         schedule: The schedule or program.
         steps: Number of steps that are proved back to back, where ranks go from one into the next by themselves.
+        links: What has a stream of its own, in which transfers follow each other in the order of the program: each
+            `"direction"` between two ranks, as in Penstock's own transports; each `"pair"` of ranks, as the
+            communicators that NCCL makes by itself; each `"rank"`, as where one communicator serves all.
 
     Returns:
         The certificate. The schedule keeps it as `schedule.certificate`, and `save` writes it to a `.json` file.
     """
-    found = faults(schedule, steps)
+    found = faults(schedule, steps, links)
     if found:
         raise ScheduleError(found)
-    certificate = schedule.__dict__["certificate"] = certificate_of(schedule)
+    certificate = schedule.__dict__["certificate"] = certificate_of(schedule, links)
     return certificate
 
 
-def faults(schedule: Schedule, steps: int = 1) -> list[Fault]:
+def faults(schedule: Schedule, steps: int = 1, links: str = "direction") -> list[Fault]:
     """Everything that is wrong with a schedule or program. An empty list is the proof that nothing is.
 
     Args:
         schedule: The schedule or program.
         steps: Number of steps that are proved back to back, with microbatches counted on from one to the next.
+        links: What has a stream of its own: each `"direction"` between two ranks, each `"pair"`, or each `"rank"`.
     """
     expect_schedule(schedule, "verify")
     check_count("steps", steps)
-    found = _faults_of_step(schedule)
+    if links not in LINKS:
+        raise UsageError(f"links={links!r}: choose one of {', '.join(map(repr, LINKS))}")
+    found = _faults_of_step(schedule, links)
     if found or steps == 1:
         return found
     schedule = repeated(schedule, steps)  # each step by itself is right: what is left is how they meet
@@ -67,14 +75,14 @@ def faults(schedule: Schedule, steps: int = 1) -> list[Fault]:
     if not _is_lowered(schedule):
         return _order_faults(schedule, table)
     transfers = Transfers(schedule, table)
-    return [*link_faults(schedule, transfers)] or rendezvous_faults(schedule, transfers)
+    return [*link_faults(schedule, transfers)] or rendezvous_faults(schedule, transfers, links)
 
 
 def _is_lowered(schedule: Schedule) -> bool:
     return "transfers" in schedule.passes or any(op.is_transfer for op in schedule.ops)
 
 
-def _faults_of_step(schedule: Schedule) -> list[Fault]:
+def _faults_of_step(schedule: Schedule, links: str) -> list[Fault]:
     """What is wrong with one step."""
     found = list(shape_faults(schedule))
     if schedule.ranks != schedule.placement.ranks or crowd_fault(schedule) is not None:
@@ -88,7 +96,7 @@ def _faults_of_step(schedule: Schedule) -> list[Fault]:
     found += [*_rank_order_faults(schedule, transfers, lowered), *_sharding_faults(schedule)]
     if lowered:
         found += link_faults(schedule, transfers)
-        return found or rendezvous_faults(schedule, transfers)
+        return found or rendezvous_faults(schedule, transfers, links)
     return found or _order_faults(schedule, table)
 
 

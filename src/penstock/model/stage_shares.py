@@ -1,0 +1,100 @@
+"""Doubts about a cut: stages that nobody would ask for, and which the user would otherwise only see in the memory.
+
+A cut is as good as the pieces that it was made of. Where a model's code leaves fewer or larger pieces than its author
+thinks, training is exact, and slow: one stage computes nearly everything, or several hold the same layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from torch import nn
+
+from penstock.model.staged_model import StagedModel
+from penstock.schedule.schedule import Schedule
+
+UNEVEN = 1.5  # times a fair share, beside its largest layer, is more than an even cut leaves on a stage
+NEARLY_ALL = 0.9  # where it is not parameters that are balanced: few models have so many of them in a part of the time
+NOTICED = 0.25  # of the parameters
+
+
+def doubts_about(
+    staged: StagedModel, by_parameters: bool, schedule_for: Callable[[int], Schedule | None] = lambda stages: None
+) -> tuple[str, ...]:
+    """Return what is odd about a cut that was not made by the user, a sentence each.
+
+    Args:
+        staged: The model in stages.
+        by_parameters: Whether parameters are what the cut should even out.
+        schedule_for: Returns the schedule of so many stages, if it is known: the stages of a rank count together.
+    """
+    sizes: dict[int, int] = {}
+    names: dict[int, str] = {}
+    trained: set[int] = set()
+    stages_of: dict[int, list[int]] = defaultdict(list)
+    for holding in staged.holdings():
+        for name, parameter in holding.module.named_parameters():
+            own = id(parameter)
+            sizes[own], names[own] = parameter.numel(), holding.names.get(name, name)
+            trained.update([own] if parameter.requires_grad else [])
+            stages_of[own].append(holding.stage)
+    total = sum(sizes.values())
+    if not total or staged.stages < 2:
+        return ()
+
+    def share(of: Iterable[int]) -> str:
+        return f"{sum(sizes[own] for own in of) / total:.0%}"
+
+    def layers(of: Iterable[int]) -> list[tuple[str, int]]:
+        found: dict[str, int] = defaultdict(int)
+        for own in of:
+            found[names[own].rpartition(".")[0] or names[own]] += sizes[own]
+        return sorted(found.items(), key=lambda layer: -layer[1]) or [("", 0)]
+
+    def largest(of: Iterable[int]) -> str:
+        found = layers(of)
+        most = ", ".join(f"{layer} {size / total:.0%}" for layer, size in found[:3])
+        return most + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+
+    def held(some: Collection[int]) -> list[int]:
+        return [own for own, stages in stages_of.items() if not set(some).isdisjoint(stages)]
+
+    def uneven(groups: Sequence[Collection[int]]) -> list[str]:
+        limit = max(UNEVEN / len(groups), 0.0 if by_parameters else NEARLY_ALL) * total
+        return [
+            f"{_stages(some)} {'has' if len(some) == 1 else 'have'} {share(of)} of the model's parameters "
+            f"({largest(of)}), where {1 / len(groups):.0%} would be even; name other places to cut with split_at=, or "
+            f"pass other weights with balance="
+            for some in groups
+            for of in [held(some)]
+            if sum(sizes[own] for own in of) - layers(of)[0][1] > limit
+        ]
+
+    doubts = uneven([[stage] for stage in range(staged.stages)])
+    schedule = schedule_for(staged.stages) if doubts else None
+    if schedule is not None:
+        doubts = uneven([schedule.placement.stages_of(rank) for rank in range(schedule.ranks)])
+    empty = [stage for stage in range(staged.stages) if not held([stage])]
+    if empty:
+        doubts.append(f"no parameters are on {_stages(empty)}; pass fewer stages, or other counts with balance=")
+    tied = _tied(staged.model)
+    for stages in sorted({tuple(found) for found in stages_of.values() if len(set(found)) > 1}):
+        both = [own for own, found in stages_of.items() if tuple(found) == stages and own in trained - tied]
+        if sum(sizes[own] for own in both) > NOTICED * total:
+            doubts.append(
+                f"{_stages(stages)} each hold and train {share(both)} of the model's parameters "
+                f"({largest(both)}), because the model's code uses them in several places or reads them outside of "
+                f"modules that it calls; let one module own and use them, or cut where all uses are on one stage"
+            )
+    return tuple(doubts)
+
+
+def _stages(some: Collection[int]) -> str:
+    return f"stage{'s' * (len(some) > 1)} {', '.join(map(str, some))}"
+
+
+def _tied(model: object) -> set[int]:
+    """Return the parameters that the model itself has under several names, which are meant to be in several places."""
+    named = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else ()
+    return {own for own, count in Counter(id(parameter) for _, parameter in named).items() if count > 1}

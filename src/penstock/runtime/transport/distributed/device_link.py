@@ -189,6 +189,8 @@ def make_backend(kind: str, store: Any, number: int, timeout: timedelta) -> Any:
 
     That one needs all ranks of the world where the user has bound a device to it (`device_id=`).
     """
+    if kind == "gloo":
+        return dist.ProcessGroupGloo(store, number, 2, timeout)
     if kind in ("nccl", "xccl"):
         maker: Any = getattr(dist, f"ProcessGroup{kind.upper()}")
         options = maker.Options()

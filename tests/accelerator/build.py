@@ -1,8 +1,8 @@
 """Builds the pretended device, once for each state of its sources: `python tests/accelerator/build.py` builds it ahead.
 
-The library lies in the user's cache folder under a hash of the sources, torch's version and the flags. Whoever builds holds a
-lock of the operating system, which ends with its process: a killed build leaves nothing that another waits for, and two
-pytest workers build once. A library has another name until it is whole.
+The library lies in the user's cache folder under a hash of the sources, torch's version and the flags. Whoever builds
+holds a lock of the operating system, which ends with its process: a killed build leaves nothing that another waits for,
+and two pytest workers build once. A library has another name until it is whole.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@
     outcomes = on_ranks(2, function, *arguments)               processes of a group with NCCL's rules, a device each
     outcomes = attempt(2, function, *arguments, grouped=True)  the same, where an error is what is expected
 
-`name="cuda"` puts the device in CUDA's place; `eager=True` gives `device_id=` to the group. The function stands at the top of a
-test file or a helper, and returns what `torch.save` takes: move tensors to the CPU. Processes are forked from a server for each
-name, which lives as long as this process: a case costs what it runs.
+`name="cuda"` puts the device in CUDA's place; `eager=True` gives `device_id=` to the group. The function stands at the
+top of a test file, or is named as "module:function" where only a process with the device may load its module, and
+returns what `torch.save` takes: move tensors to the CPU. Processes are forked from
+a server for each name, which lives as long as this process: a case costs what it runs.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ class Outcome:
     counts: dict[str, int] = field(default_factory=dict)
 
 
-def on_device(function: Callable[..., Any], *arguments: Any, **options: Any) -> Outcome:
+def on_device(function: Callable[..., Any] | str, *arguments: Any, **options: Any) -> Outcome:
     """Run a function on one process; an error there is raised here."""
     return _checked(attempt(1, function, *arguments, **options))[0]
 
 
-def on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Outcome]:
+def on_ranks(ranks: int, function: Callable[..., Any] | str, *arguments: Any, **options: Any) -> list[Outcome]:
     """Run a function on each rank of a group with NCCL's rules; an error there is raised here."""
     return _checked(attempt(ranks, function, *arguments, grouped=True, **options))
 
 
 def attempt(
     ranks: int,
-    function: Callable[..., Any],
+    function: Callable[..., Any] | str,
     *arguments: Any,
     name: str = "pretend",
     grouped: bool = False,
@@ -77,8 +78,7 @@ def attempt(
         {
             "ranks": ranks,
             "limit": limit,
-            "file": function.__code__.co_filename,
-            "name": function.__name__,
+            "function": function if isinstance(function, str) else (function.__code__.co_filename, function.__name__),
             "arguments": packed.getvalue(),
             "grouped": grouped,
             "eager": eager,

@@ -4,8 +4,8 @@
     PRETEND_NAME=cuda:   in the empty places of CUDA in a CPU build; import this before torch
     PRETEND_DEVICES=8:   how many
 
-`races()` has the accesses that nothing orders, `syncs()` where the host waited for the device, each with its place in the
-program. What a kernel's memory is, what is ordered, and what the process group does is in the sources in `device/`.
+`races()` has the accesses that nothing orders, `syncs()` where the host waited for the device, each with its place in
+the program. What a kernel's memory is, what is ordered, and what the process group does is in the sources in `device/`.
 """
 
 from __future__ import annotations
@@ -144,8 +144,17 @@ def defer(on: bool = True, lag: float = 0.0) -> None:
 native.observe(_observe)
 counts = native.counts  # launches, accesses, synchronisations, races, blocks
 places = native.places  # whether a race names the place of the earlier access too: slow
-sleep = native.sleep  # a kernel on the current stream that takes so many seconds
-hang, let_go = native.hang, native.let_go  # a kernel that does not end until it is let go
+let_go = native.let_go  # of the kernels that hang
+
+
+def sleep(seconds: float, device: int = -1) -> None:
+    """Launch a kernel that takes so long, on the current stream of the device, by default the current one."""
+    native.sleep(seconds, device)
+
+
+def hang(device: int = -1) -> None:
+    """Launch a kernel that does not end until it is let go; deferred only."""
+    native.hang(device)
 
 if NAME == "cuda":
     torch_module.take_the_place_of_cuda(native)

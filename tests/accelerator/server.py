@@ -1,7 +1,7 @@
 """The process that cases on the pretended device are forked from: `python server.py FILE_DESCRIPTOR`.
 
-Torch, the device and the library are loaded once, in the order that the device's name asks for. Every case gets a process
-for each of its ranks, so that no case sees what another left on its device.
+Torch, the device and the library are loaded once, in the order that the device's name asks for. Every case gets a
+process for each of its ranks, so that no case sees what another left on its device.
 """
 
 from __future__ import annotations
@@ -122,8 +122,7 @@ def _run(
     rank: int,
     ranks: int,
     folder: str,
-    file: str,
-    name: str,
+    function: str | tuple[str, str],
     arguments: bytes,
     grouped: bool,
     eager: bool,
@@ -149,7 +148,12 @@ def _run(
             timeout=timedelta(seconds=timeout),
             device_id=pretend.device(rank) if eager else None,
         )
-    value = loaded(file, name)(*torch.load(io.BytesIO(arguments), weights_only=False))
+    if isinstance(function, str):
+        module, _, name = function.partition(":")
+        call = getattr(importlib.import_module(module), name)
+    else:
+        call = loaded(*function)
+    value = call(*torch.load(io.BytesIO(arguments), weights_only=False))
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return {"value": buffer.getvalue()}

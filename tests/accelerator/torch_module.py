@@ -1,4 +1,4 @@
-"""`torch.pretend` and, in the other mode, what takes the place of `torch.cuda`, whose own functions a CPU build lacks."""
+"""`torch.pretend` and, in the other mode, what takes the place of `torch.cuda`, whose functions a CPU build lacks."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ def module_for(name: str, native: Any) -> types.ModuleType:
         "Event": torch.Event,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_initialized": True,  # torch.utils.checkpoint asks it whether there are generators to put back
         "is_bf16_supported": lambda including_emulation=True: True,
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,
@@ -160,3 +161,16 @@ def take_the_place_of_cuda(native: Any) -> None:
     torch._C._cuda_getDeviceCount = native.device_count
     torch._C._cuda_getCurrentRawStream = lambda index: torch.accelerator.current_stream(index).stream_id
     torch._C.__dict__["_has_cuda"] = True
+    torch.serialization.register_package(5, _location_of, _storage_at)  # before torch's own for CUDA
+
+
+def _location_of(storage: Any) -> str | None:
+    return str(storage.device) if storage.device.type == "cuda" else None
+
+
+def _storage_at(storage: Any, location: str) -> Any:
+    """Return a loaded storage on the device, by a tensor: a CPU build makes no storage there."""
+    if not location.startswith("cuda"):
+        return None
+    loaded = torch.empty(0, dtype=torch.uint8).set_(storage)
+    return loaded.to(location).untyped_storage()

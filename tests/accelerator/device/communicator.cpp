@@ -74,7 +74,10 @@ void Communicator::run(Operation& operation) {
     operation.fail(std::make_exception_ptr(std::runtime_error(why_aborted())));
   } catch (const std::exception& error) {
     operation.fail(std::current_exception());
-    report("error", error.what());
+    if (deferring())
+      fail_device(error.what());
+    else
+      report("error", error.what());
   }
   operation.finish = nullptr;
   operation.tensors.clear();

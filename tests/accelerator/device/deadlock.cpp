@@ -142,7 +142,8 @@ std::vector<Node> waits_of(const World& world, const Node& node) {
   }
   if (!operation.started) {
     if (operation.after)
-      if (const auto* other = find(own, operation.after)) found.push_back({node.rank, other, "is launched on a stream that waits for"});
+      if (const auto* other = find(own, operation.after))
+        found.push_back({node.rank, other, "is launched on a stream that waits for"});
     return found;
   }
   for (const auto& part : operation.parts) {
@@ -270,6 +271,7 @@ void look(int rank, std::string folder, double patience, double timeout) {
       report("deadlock", text);
       fprintf(stderr, "%s\n", text.c_str());  // Whoever catches the error may wait for ever.
       std::this_thread::sleep_for(std::chrono::milliseconds(500));  // The others read where this one stood.
+      if (deferring()) fail_device(text);  // Hosts that run ahead learn of it when they wait for the device.
       abort_all(text);
       return;
     }

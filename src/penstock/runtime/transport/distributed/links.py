@@ -111,8 +111,9 @@ class Links:
         begun = self._now()
         try:
             # The store is another connection to it, which leaves the watch's own free.
-            place = PrefixStore(f"{self._prefix}/{what}/{ends[0]}-{ends[1]}", self._member.store.clone())
-            return keep_in_forks(make(store=place, number=ends.index(self._rank)))
+            name = f"{self._prefix}/{what}/{ends[0]}-{ends[1]}"
+            place = PrefixStore(name, self._member.store.clone())
+            return keep_in_forks(make(store=place, number=ends.index(self._rank), name=name))
         except dist.DistNetworkError as error:
             raise self._watch.without_store(error) from error
         except RuntimeError as error:

@@ -54,7 +54,7 @@ def make(kind: str, **options: Any) -> Any:
     lengths = [5, 3, 5, 2, 3] if kind == "lengths" else [4] * 3
     drawn = torch.Generator().manual_seed(1)
     batches = [[torch.randn(8, length, 6, generator=drawn).double() for _ in "xy"] for length in lengths]
-    home = homes[dist.get_rank()]
+    home = homes[dist.get_rank() % 2]
     whole.to(home)
     return pipe, whole, [[each.to(home) for each in batch] for batch in batches]
 
@@ -96,6 +96,41 @@ def test_a_message_is_one_operation_whatever_its_shapes_and_waits_for_no_device(
         first, *others = outcome.value["operations"]
         assert set(others) == {messages}
         assert first == messages + 2  # the first bytes of both links
+
+
+def trained_deferred(schedule: str) -> dict[str, Any]:
+    from accelerator import pretend
+
+    pretend.defer(lag=0.002)
+    return trained("several", {"schedule": schedule, "stages": 2 if schedule == "1f1b" else 4})
+
+
+@pytest.mark.parametrize("schedule", mostly_slow(["1f1b", "zb-v", "dualpipe-v"], "zb-v"))
+def test_a_pipeline_whose_hosts_are_ahead_of_their_devices_is_exact(schedule: str) -> None:
+    for outcome in on_ranks(2, trained_deferred, schedule):
+        assert outcome.value["exact"]
+        assert outcome.races == []
+        assert outcome.deadlocks == []
+        assert outcome.value["syncs"] == []
+
+
+def trained_on_an_axis() -> dict[str, Any]:
+    import torch.distributed as dist
+    from accelerator import pretend
+    from torch.distributed.device_mesh import init_device_mesh
+
+    rank = dist.get_rank()
+    mesh = init_device_mesh(pretend.NAME, (2, 2), mesh_dim_names=("other", "pp"))
+    homes = [pretend.device(rank - rank % 2 + each) for each in range(2)]
+    return trained("several", {"schedule": "1f1b", "stages": 2, "group": mesh.get_group("pp"), "homes": homes})
+
+
+@pytest.mark.slow
+def test_an_axis_of_a_mesh_may_be_the_group() -> None:
+    for outcome in on_ranks(4, trained_on_an_axis):
+        assert outcome.value["exact"]
+        assert outcome.races == []
+        assert outcome.value["links"] == [(0, 1), (1, 0)]
 
 
 def trained_in_a_group_of(backend: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ ALL := -n 4 --dist worksteal
 # Every process imports torch: where Python may not keep what it compiled, that takes four times as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train compare test test-all test-slow collect docs lint format setup clean
+.PHONY: train compare test test-all test-slow accelerator collect docs lint format setup clean
 
 train: $(READY)
 	$(BIN)/penstock train examples/train/gpt.toml --fresh
@@ -33,14 +33,18 @@ train: $(READY)
 compare: $(READY)
 	$(BIN)/penstock compare --draw
 
-test: lint
+test: lint accelerator
 	$(BIN)/pytest $(FAST)
 
-test-all: lint
+test-all: lint accelerator
 	$(BIN)/pytest $(ALL) -m ""
 
-test-slow: $(READY)
+test-slow: $(READY) accelerator
 	$(BIN)/pytest $(SLOW) -m slow
+
+# Compiles the pretended accelerator of the tests, for a minute, once; without a compiler its tests are skipped by name.
+accelerator: $(READY)
+	$(BIN)/python tests/accelerator/build.py --if-possible
 
 # One process compiles what all workers then load: in a fresh copy each would do it, for 23 seconds.
 collect: $(READY)

@@ -120,5 +120,7 @@ def _remove_old(newest: Path) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--compile"]:
         _compile(Path(sys.argv[2]))
+    elif sys.argv[1:] == ["--if-possible"] and missing() and not os.environ.get("CI"):
+        print(f"The pretended accelerator is not built, and its tests will be skipped: {missing()} not found.")
     else:
         print(built())

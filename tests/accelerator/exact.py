@@ -7,7 +7,7 @@ device draws other random numbers than the CPU.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -56,7 +56,7 @@ def _plain(model: str, stages: int, count: int, rows: int, optimizer: bool, dtyp
     return here(outcome(whole.named_parameters(), whole.named_buffers(), losses))
 
 
-def pipelined(case: Case, rank: int | None = None, **options: Any) -> Outcome:
+def pipelined(case: Case, rank: int | None = None, overlapped: bool = False, **options: Any) -> Outcome:
     """Train the model as a pipeline, on threads, or as this process's rank; every rank has the device of its number."""
     made = example(case.model, case.stages, case.rows, case.dtype)
     devices = [pretend.device(each) for each in range(case.ranks)]
@@ -79,15 +79,23 @@ def pipelined(case: Case, rank: int | None = None, **options: Any) -> Outcome:
         target = there(made.target, devices[last if rank is None else rank])
         sgd = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9) if case.optimizer else None
         losses: list[Tensor] = []
-        for step in range(STEPS):
-            result = pipe.step(*args, target=target)
+        for result in _steps(pipe, args, target, sgd, overlapped):
             assert result.loss is not None
             losses += [each.cpu() for each in (*result.losses, result.loss)]
-            if sgd is not None:
-                sgd.step()
-                if step < STEPS - 1:
-                    sgd.zero_grad()
         return here(outcome(pipe.named_parameters(), pipe.named_buffers(), losses))
+
+
+def _steps(pipe: Any, args: Any, target: Any, sgd: Any, overlapped: bool) -> Iterator[Any]:
+    """Run the steps one by one, or by the loop that overlaps them."""
+    if overlapped:
+        yield from pipe.train_steps([(*args, target)] * STEPS, sgd)
+        return
+    for step in range(STEPS):
+        yield pipe.step(*args, target=target)
+        if sgd is not None:
+            sgd.step()
+            if step < STEPS - 1:
+                sgd.zero_grad()
 
 
 def differences(case: Case, found: Outcome, whole: bool) -> list[str]:

@@ -45,6 +45,7 @@ class Outcome:
     errors: list[str] = field(default_factory=list)  # of kernels, late
     deadlocks: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
+    side_by_side: list[tuple[str, str]] = field(default_factory=list)  # collectives in launch order, nothing between
 
 
 def on_device(function: Callable[..., Any] | str, *arguments: Any, **options: Any) -> Outcome:
@@ -89,6 +90,12 @@ def attempt(
     return [_outcome(answer) for answer in server.recv()]
 
 
+def order_conflicts(outcomes: list[Outcome]) -> set[frozenset[str]]:
+    """Return pairs of collectives that may run at the same time and that two ranks launch in different orders."""
+    launched = {pair for each in outcomes for pair in each.side_by_side}
+    return {frozenset(pair) for pair in launched if pair[::-1] in launched}
+
+
 def require_device() -> None:
     """Build the device where it is not built; skip the test, by name, where that cannot be done, but never in CI."""
     try:
@@ -107,7 +114,7 @@ def _outcome(answer: dict[str, Any]) -> Outcome:
         kind: [f"{text}\n    at {place}" for text, place in all_of_it]
         for kind, all_of_it in answer.get("findings", {}).items()
     }
-    rest = {each: answer[each] for each in ("error", "code", "stderr", "counts") if each in answer}
+    rest = {each: answer[each] for each in ("error", "code", "stderr", "counts", "side_by_side") if each in answer}
     return Outcome(value=value, **found, **rest)
 
 

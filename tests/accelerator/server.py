@@ -110,6 +110,7 @@ def _become(pipe: Connection, rank: int, ranks: int, folder: str, **job: Any) ->
     pretend = sys.modules["accelerator.pretend"]
     answer["findings"] = {each: [(found.text, found.place) for found in getattr(pretend, each)()] for each in KINDS}
     answer["counts"] = dict(pretend.counts())
+    answer["side_by_side"] = list(pretend.native.side_by_side())
     pipe.send_bytes(pickle.dumps(answer))
     sys.stderr.flush()
     os._exit(0)  # Kernels may still run or hang; no thread of the device is waited for.

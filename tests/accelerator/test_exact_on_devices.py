@@ -48,48 +48,35 @@ def test_threads(family: str, name: str) -> None:
     assert on_device(FAULTS_ON_THREADS, still_cases(family), name=name).value == {}
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", mostly_slow(TRAINING, "1f1b"))
-def test_threads_with_dropout(family: str, name: str) -> None:
-    assert on_device(FAULTS_ON_THREADS, [drawing_case(family)], name=name).value == {}
-
-
 @MASKS
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", mostly_slow(TRAINING, "1f1b"))
-def test_threads_with_dropout_that_is_drawn_again(family: str, name: str) -> None:
-    assert on_device(FAULTS_ON_THREADS, [drawing_case(family, recompute="always")], name=name).value == {}
+def test_threads_with_dropout(family: str, name: str) -> None:
+    cases = [drawing_case(family, recompute=recompute) for recompute in ("never", "always")]
+    assert on_device(FAULTS_ON_THREADS, cases, name=name).value == {}
 
 
-def on_processes(ranks: int, model: str, **options: Any) -> list[Case]:
+def on_processes(ranks: int, families: tuple[str, ...], model: str, **options: Any) -> list[Case]:
     return [
         Case(family, model, ranks=ranks, stages=stages_of(family, ranks), microbatches=5, rows=9, **options)
-        for family in TRAINING
+        for family in families
     ]
 
 
 @NOT_YET
-@pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
-@pytest.mark.parametrize("name", mostly_slow(NAMES, "cuda"))
-def test_two_processes(name: str, eager: bool) -> None:
-    cases = on_processes(2, "mlp", optimizer=True)
-    outcomes = on_ranks(2, FAULTS_ON_PROCESSES, cases, name=name, eager=eager, limit=60)
-    assert [each.value for each in outcomes] == [{}, {}]
-
-
-@NOT_YET
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["never", "always"])
-@pytest.mark.parametrize("name", NAMES)
-def test_two_processes_with_dropout(name: str, recompute: str) -> None:
-    cases = on_processes(2, DRAWS, recompute=recompute)
-    outcomes = on_ranks(2, FAULTS_ON_PROCESSES, cases, name=name, limit=60)
-    assert [each.value for each in outcomes] == [{}, {}]
+@pytest.mark.parametrize("eager", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["lazy", "eager"])
+def test_two_processes(eager: bool) -> None:
+    cases = on_processes(2, ("1f1b", "zb-v", "dualpipe-v"), "mlp", optimizer=True)
+    outcomes = on_ranks(2, FAULTS_ON_PROCESSES, cases, name="cuda", eager=eager, limit=20)
+    assert [(each.value, each.races) for each in outcomes] == [({}, []), ({}, [])]
 
 
 @NOT_YET
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_four_processes(name: str) -> None:
-    outcomes = on_ranks(4, FAULTS_ON_PROCESSES, on_processes(4, "mlp"), name=name, limit=60)
-    assert [each.value for each in outcomes] == [{}, {}, {}, {}]
+@pytest.mark.parametrize(("ranks", "model"), [(2, DRAWS), (4, "mlp")])
+def test_every_family_on_processes(ranks: int, model: str, name: str) -> None:
+    recompute = "always" if model == DRAWS else "never"
+    cases = on_processes(ranks, TRAINING, model, recompute=recompute)
+    outcomes = on_ranks(ranks, FAULTS_ON_PROCESSES, cases, name=name, limit=60)
+    assert [each.value for each in outcomes] == [{}] * ranks

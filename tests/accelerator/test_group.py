@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from accelerator.harness import NAMES, attempt, on_ranks
+from accelerator.harness import NAMES, attempt, on_ranks, order_conflicts
 
 
 def filled(value: float, count: int = 4) -> Any:
@@ -221,3 +221,31 @@ def test_a_wait_for_a_message_that_is_left_out_is_a_race(rank: int) -> None:
     outcomes = on_ranks(2, messages, f"the {['sender', 'receiver'][rank]} does not wait")
     assert outcomes[1 - rank].races == []
     assert any("does not follow" in race and "a communication that" in race for race in outcomes[rank].races)
+
+
+def two_communicators(waiting: bool, turned: bool) -> list[float]:
+    """Reduce on two groups of the same ranks; `turned`: rank 1 launches the second one first."""
+    import torch.distributed as dist
+
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    for each in groups:
+        dist.all_reduce(filled(0), group=each)  # in one order: to make a communicator, both hosts have to come
+    values = [filled(dist.get_rank()), filled(10 * dist.get_rank())]
+    works = []
+    for place in (1, 0) if turned and dist.get_rank() else (0, 1):
+        works.append(dist.all_reduce(values[place], group=groups[place], async_op=True))
+        if waiting:
+            works[-1].wait()
+    for work in works:
+        work.wait()
+    return [float(each.sum()) for each in values]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "turned", "conflicts"), [(False, False, 0), (False, True, 1), (True, False, 0)], ids=str
+)
+def test_collectives_that_are_launched_in_other_orders_are_found(waiting: bool, turned: bool, conflicts: int) -> None:
+    """They end here, where kernels never lack room; on a device two of them can each hold what the other needs."""
+    outcomes = on_ranks(2, two_communicators, waiting, turned)
+    assert [each.value for each in outcomes] == [[4.0, 40.0]] * 2
+    assert len(order_conflicts(outcomes)) == conflicts

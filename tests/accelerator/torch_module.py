@@ -161,6 +161,7 @@ def take_the_place_of_cuda(native: Any) -> None:
     torch._C._cuda_getDeviceCount = native.device_count
     torch._C._cuda_getCurrentRawStream = lambda index: torch.accelerator.current_stream(index).stream_id
     torch._C.__dict__["_has_cuda"] = True
+    _resize_storages(native)
     torch.serialization.register_package(5, _location_of, _storage_at)  # before torch's own for CUDA
 
 
@@ -174,3 +175,16 @@ def _storage_at(storage: Any, location: str) -> Any:
         return None
     loaded = torch.empty(0, dtype=torch.uint8).set_(storage)
     return loaded.to(location).untyped_storage()
+
+
+def _resize_storages(native: Any) -> None:
+    """Let storages on the device be resized, which FSDP does and a CPU build refuses."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(self: Any, size: int) -> Any:
+        if self.device.type != "cuda":
+            return resize(self, size)
+        native.resize_storage(torch.empty(0, dtype=torch.uint8, device=self.device).set_(self), size)
+        return self
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]

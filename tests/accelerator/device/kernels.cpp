@@ -42,18 +42,7 @@ const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size, std::op
   auto items = impl->numel() ? static_cast<size_t>(impl->storage_offset() + impl->numel()) : 0;
   auto need = items * self.element_size();
   auto storage = self.storage();
-  if (need <= storage.nbytes()) return self;
-  c10::DeviceGuard guard(self.device());
-  auto made = allocate(need, self.device().index());
-  auto stream = current_stream(self.device().index());
-  if (auto bytes = storage.nbytes()) {
-    ledger().touch(storage.data(), 0, static_cast<int64_t>(bytes), false, stream, "aten::resize_");
-    auto from = storage_on_host(storage);
-    auto* to = near(made.get());
-    queue_of(stream).push("resize_", [from, to, bytes] { std::memcpy(to, from.data(), bytes); });
-  }
-  storage.set_data_ptr_noswap(std::move(made));
-  storage.set_nbytes(need);
+  if (need > storage.nbytes()) resize_bytes(storage, need);
   return self;
 }
 

@@ -36,7 +36,16 @@ Ledger& ledger() {
   return *one;
 }
 
-Clock& Ledger::host() { return hosts_[apart_ ? this_thread : 0]; }
+// Threads that never reported a lock, such as autograd's, are taken to know what any thread knows.
+Clock& Ledger::host() {
+  auto own = apart_ ? hosts_.find(this_thread) : hosts_.end();
+  if (own != hosts_.end()) return own->second;
+  Clock& common = hosts_[0];
+  if (apart_)
+    for (const auto& [thread, clock] : hosts_)
+      if (thread) join(common, clock);
+  return common;
+}
 
 void Ledger::allocate(const void* at, Key home, int64_t size) {
   if (!at) return;
@@ -175,20 +184,24 @@ void Ledger::keep_hosts_apart(bool apart) {
   Clock all;
   for (const auto& [thread, clock] : hosts_) join(all, clock);
   hosts_.clear();
-  apart_ = apart;
-  host() = std::move(all);
   handed_over_.clear();
+  hosts_[apart ? this_thread : 0] = std::move(all);
+  apart_ = apart;
 }
 
 void Ledger::host_release(int64_t token) {
   std::lock_guard<std::mutex> guard(mutex_);
-  if (apart_) join(handed_over_[token], host());
+  if (!apart_) return;
+  hosts_.try_emplace(this_thread);
+  join(handed_over_[token], host());
 }
 
 void Ledger::host_acquire(int64_t token) {
   std::lock_guard<std::mutex> guard(mutex_);
+  if (!apart_) return;
+  hosts_.try_emplace(this_thread);
   auto found = handed_over_.find(token);
-  if (apart_ && found != handed_over_.end()) join(host(), found->second);
+  if (found != handed_over_.end()) join(host(), found->second);
 }
 
 Counts Ledger::counts() {

@@ -162,6 +162,20 @@ at::Tensor on_host(const at::Tensor& there) {
 
 at::Tensor alias_of(const at::Tensor& here) { return tensor_like(here.storage(), c10::DispatchKey::CPU, here); }
 
+void resize_bytes(const c10::Storage& storage, size_t bytes) {
+  auto device = storage.device().index();
+  auto made = allocate(bytes, device);
+  if (auto common = std::min(bytes, storage.nbytes())) {
+    auto stream = current_stream(device);
+    ledger().touch(storage.data(), 0, static_cast<int64_t>(common), false, stream, "resize_storage");
+    auto from = storage_on_host(storage);
+    auto* to = near(made.get());
+    queue_of(stream).push("resize_storage", [from, to, common] { std::memcpy(to, from.data(), common); });
+  }
+  storage.set_data_ptr_noswap(std::move(made));
+  storage.set_nbytes(bytes);
+}
+
 // ---------------------------------------------------------------- late deliveries to pinned memory
 namespace {
 struct Delivery {

@@ -20,6 +20,7 @@ using MemoryPtr = std::shared_ptr<Memory>;
 c10::DeviceAllocator& allocator();
 at::DataPtr own(MemoryPtr memory, void* here, size_t bytes, int device);
 at::DataPtr allocate(size_t bytes, int device);
+void resize_bytes(const c10::Storage& storage, size_t bytes);  // with its contents
 
 // A limit makes the allocator raise torch.OutOfMemoryError; 0 is none. It is for all devices.
 void limit_memory(int64_t bytes);

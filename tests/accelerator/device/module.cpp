@@ -45,6 +45,7 @@ void bind_device(py::module_& m) {
   m.def("peak", [](int device) { return ledger().peak(device); });
   m.def("reset_peak", [](int device) { ledger().reset_peak(device); });
   m.def("limit_memory", &limit_memory);
+  m.def("resize_storage", [](const at::Tensor& of, size_t bytes) { resize_bytes(of.storage(), bytes); });
 }
 
 void bind_ledger(py::module_& m) {

@@ -110,18 +110,7 @@ struct Hooks : public Base {
 
 struct OwnHooks final : public Hooks<at::PrivateUse1HooksInterface> {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
-    auto device = storage.device().index();
-    auto made = allocate(bytes, device);
-    auto common = std::min(bytes, storage.nbytes());
-    if (common) {
-      auto stream = current_stream(device);
-      ledger().touch(storage.data(), 0, static_cast<int64_t>(common), false, stream, "resize_storage");
-      auto from = storage_on_host(storage);
-      auto* to = near(made.get());
-      queue_of(stream).push("resize_storage", [from, to, common] { std::memcpy(to, from.data(), common); });
-    }
-    storage.set_data_ptr_noswap(std::move(made));
-    storage.set_nbytes(bytes);
+    resize_bytes(storage, bytes);
   }
 };
 

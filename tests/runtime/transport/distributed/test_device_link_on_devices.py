@@ -214,6 +214,30 @@ def test_hosts_run_ahead_of_their_devices_for_a_whole_step() -> None:
     assert [each.races for each in outcomes] == [[], []]
 
 
+def closes_before_its_device_has_sent() -> Any:
+    import torch
+    from accelerator import pretend
+
+    transport, value = opened(), None
+    if transport.rank == 0:
+        pretend.sleep(1.0)
+        transport.send(0, 0, torch.ones(3, device=transport.device))
+    else:
+        value = transport.receive(0, 0)
+    transport.flush()
+    transport.exchange(None)
+    if transport.rank == 0:
+        transport.close()
+        return None
+    found = value.tolist()
+    transport.close()
+    return found
+
+
+def test_closing_waits_for_what_the_device_has_yet_to_send() -> None:
+    assert [each.value for each in on_ranks(2, closes_before_its_device_has_sent)] == [None, [1.0] * 3]
+
+
 def loses_the_sender(how: str) -> Any:
     """Rank 0 announces a tensor and dies, or stands still, before its device has sent it; rank 1 reads it meanwhile."""
     import os

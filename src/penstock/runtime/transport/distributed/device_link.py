@@ -177,7 +177,7 @@ class DeviceLink:
             self.backend.abort()
 
     def close(self) -> None:
-        """End the communicator; what is still under way has lost its peer, or nobody waits for it."""
+        """End the communicator; what is still under way has lost its peer."""
         if self.waiting() is not None:
             self.abort()
         with suppress(RuntimeError):

@@ -164,8 +164,11 @@ class Links:
             link.end_step()
 
     def close(self) -> None:
-        """End all connections."""
+        """End all connections, once the devices have moved what is under way; a device may be far behind its host."""
+        until = self._now() + self._timeout
         for link in self.devices.values():
+            while self._watch.verdict is None and link.waiting() is not None and self._now() < until:
+                self._watch.clock.sleep(LOOK_SECONDS)
             link.close()
         self.forget()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from accelerator.harness import NAMES, on_device, on_ranks
-from accelerator.test_exact_on_devices import NOT_YET, stages_of
+from accelerator.test_exact_on_devices import stages_of
 from exactness.cases import Case
 from parallel.cases import Case as Replicated
 from tiers import mostly_slow
@@ -16,7 +16,6 @@ def test_overlapped_steps_on_threads(name: str) -> None:
     assert on_device("accelerator.training:faults_of_overlapped_steps", cases, name=name).value == []
 
 
-@NOT_YET
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_overlapped_steps_on_processes(name: str) -> None:

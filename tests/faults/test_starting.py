@@ -25,7 +25,7 @@ from penstock.errors import ModelError, PeerFailure, PenstockError
 from penstock.group import world
 from penstock.parallel.composition import Composition
 from penstock.pipeline import construction
-from penstock.runtime.transport.distributed import transfers
+from penstock.runtime.transport.distributed import device_link
 
 Say = Callable[[Any], None]
 SOON = 20.0  # seconds; torch's own timeout for the same wait is 60 or 1800
@@ -151,7 +151,7 @@ def connect_without(say: Say) -> None:
             time.sleep(0.01)
         raise RuntimeError("connect: Connection refused")
 
-    transfers.dist = SimpleNamespace(**{**vars(dist), "ProcessGroupGloo": refused})
+    device_link.dist = SimpleNamespace(**{**vars(dist), "ProcessGroupGloo": refused})
     told(say, lambda: pipe.step(x, target=x))
 
 

@@ -229,13 +229,18 @@ class Computations:
     def clear(self) -> None:
         """Forget everything about the step, so that the next one starts clean."""
         self.mailbox.clear()
-        self._outputs.clear()
-        self._kept.clear()
         self._joined = None
         self._gathered.clear()
         self.losses, self._extra = {}, []
         self.report = StepReport()
         self.forget_batch()
+        self.free()
+
+    def free(self) -> None:
+        """Let go of what a failed step has received and computed: the memory may be needed to receive what follows."""
+        self.mailbox.free()
+        self._outputs.clear()
+        self._kept.clear()
         for stage in self.stages.values():
             stage.clear()
 

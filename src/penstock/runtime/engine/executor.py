@@ -13,6 +13,7 @@ and leave the links clean for the next one.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -20,6 +21,7 @@ from copy import copy
 from functools import partial
 from logging import DEBUG
 from time import perf_counter
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -230,6 +232,10 @@ class Executor:
         """All that is left of a step to do on this rank, however it went."""
         try:
             report.progress = self._done if failure is None else self.progress()
+            if isinstance(own, torch.OutOfMemoryError):
+                clear_frames(own.__traceback__)  # which hold the tensors that the memory is full of
+                self.computations.free()
+                gc.collect()  # an error and its frames hold each other
             if failure is not None:
                 with suppress(PeerFailure):  # a peer is lost as well: the exchange will say so
                     self._drain(failure)

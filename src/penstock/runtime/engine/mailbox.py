@@ -120,11 +120,15 @@ class Mailbox:
 
     def clear(self) -> None:
         """Drop everything, as after a failed step."""
-        self._values.clear()
-        self.fetched.clear()
+        self.free()
         for end in self.ends.outgoing.values():
             end.ready.clear()
         self.waited_for = None
+
+    def free(self) -> None:
+        """Let go of what has come."""
+        self._values.clear()
+        self.fetched.clear()
 
     # -- in
 

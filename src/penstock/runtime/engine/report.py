@@ -239,6 +239,9 @@ def _different_steps(reports: Sequence[StepReport]) -> str:
 
 
 def _in_words(error: BaseException) -> str:
+    if isinstance(error, torch.OutOfMemoryError) and torch.accelerator.is_available():
+        held = torch.accelerator.memory_allocated() / 2**20
+        return f"{type(error).__name__}: {error} ({held:.0f} MiB are allocated on this rank's device)"
     try:
         return f"{type(error).__name__}: {error}"
     except Exception:  # an error that cannot even be printed must still be told

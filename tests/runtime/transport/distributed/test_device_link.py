@@ -1,6 +1,6 @@
 """A link between two devices, on a backend that only notes what is queued: its order, and who waits for what.
 
-What needs a device (streams, races, communicators) runs on the stand-in, see `device_scenarios`.
+What needs a device (streams, races, communicators) is in `test_device_link_on_devices.py`.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ def test_a_backend_of_two_ranks_is_made_without_the_others(monkeypatch: pytest.M
     monkeypatch.setitem(kinds, "SIMPLE", kinds_entry(simple, False))
     monkeypatch.setitem(kinds, "EXTENDED", kinds_entry(extended, True))
     store, limit = dist.HashStore(), timedelta(seconds=7)
-    assert make_backend("simple", store, 1, limit) == "simple"
-    assert make_backend("extended", store, 0, limit) == "extended"
+    assert make_backend("simple", store, 1, "one", limit) == "simple"
+    assert make_backend("extended", store, 0, "two", limit) == "extended"
     assert [(rank, size, timeout) for _, rank, size, timeout in made] == [(1, 2, limit), (0, 2, limit)]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.distributed.messages import (
     DATA,
     HEADER,
+    LAYOUTS,
     MAGIC,
     SUBTAGS,
     ExpectedLayouts,
@@ -14,6 +17,7 @@ from penstock.runtime.transport.distributed.messages import (
     describe,
     read_header,
 )
+from penstock.runtime.transport.layout.layout import Layout, flatten
 from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 
 SAID = Header(MAGIC, DATA, 7, 1 << 40, 12, 3, 5, ord("B"), 2, 1, 9)
@@ -41,3 +45,21 @@ def test_what_follows_a_frame_never_has_the_tag_of_frames_nor_of_another_channel
     expected = ExpectedLayouts(Channel(0, 1, "F", 0, 1), 3 * SUBTAGS)
     tags = {expected.following_tag(ordinal) for ordinal in range(2 * SUBTAGS)}
     assert tags == set(range(3 * SUBTAGS + 1, 4 * SUBTAGS))
+
+
+def test_layouts_on_a_device_are_remembered_up_to_a_number_and_others_not_at_all() -> None:
+    """Both ends forget at the same one; a layout with numbers in its frame could not be used without its size."""
+    expected = ExpectedLayouts(Channel(0, 1, "F", 0, 1), 0)
+    in_the_frame = Layout.of(flatten(torch.ones(3)), True)
+    expected.learn(in_the_frame)
+    assert not expected.knows(in_the_frame)
+    made = []
+    for size in range(1, LAYOUTS + 2):
+        content = Layout.of(flatten(torch.empty(size)), True).content
+        made.append(
+            Layout(content._replace(slots=tuple(slot and slot._replace(device="cuda") for slot in content.slots)))
+        )
+        expected.learn(made[-1])
+        if size == LAYOUTS:
+            assert all(map(expected.knows, made))
+    assert [expected.knows(layout) for layout in (made[0], made[-2], made[-1])] == [False, False, True]

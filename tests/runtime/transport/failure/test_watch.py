@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -16,6 +17,7 @@ from transports import ON_PROCESSES
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport import Channel
+from penstock.runtime.transport.failure.blame import Waiting
 
 LINE = [Channel(0, 1, "F", 0, 1), Channel(1, 2, "F", 1, 2), Channel(1, 0, "B", 1, 0), Channel(2, 1, "B", 2, 1)]
 
@@ -126,3 +128,28 @@ def test_the_blame_goes_to_the_rank_at_the_end_of_the_chain_of_waits(kind: str) 
         assert rank == 2
         assert f"silent for {timeout:g} s" in cause
         assert timeout * 0.9 < seconds < SOON
+
+
+def device_waits_for_a_stopped_rank(transport: Any) -> Any:
+    """Rank 0's host waits for nobody that it knows of, as one that reads a number of the device; its device does."""
+    transport.open(PAIR)
+    transport.describe_by(lambda: f"at {transport.rank}F0")
+    transport.exchange(None)
+    watch, ended = transport.watch, threading.Event()
+    if transport.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    watch.abort_device = ended.set
+    start = time.monotonic()
+    watch.device_waiting = lambda: Waiting(1, PAIR[1], 0, start)
+    released = ended.wait(SOON)
+    return released, time.monotonic() - start, str(transport.broken)
+
+
+def test_a_device_that_waits_for_a_rank_that_stands_still_is_released_and_the_rank_named() -> None:
+    """A kernel that waits is no wait of the host: nobody looked at it, and it stayed for ever."""
+    outcomes = run("distributed", device_waits_for_a_stopped_rank, timeout=2.0)
+    ((released, seconds, text),) = living(outcomes, 1)
+    assert released
+    assert seconds > 1.5
+    assert "rank 1 failed" in text
+    assert "silent for 2 s" in text

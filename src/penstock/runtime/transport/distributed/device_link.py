@@ -83,10 +83,13 @@ class DeviceLink:
 
     # -- out
 
-    def send(self, payload: Payload, channel: Channel, microbatch: int) -> None:
-        """Queue the send of an announced payload."""
+    def send(self, payload: Payload | None, channel: Channel, microbatch: int) -> None:
+        """Queue the send of an announced message, if it has a payload."""
+        self.messages += 1
         while self._departing and self._departing[0].work.is_completed():
             self._check_unchanged(self._departing.popleft())
+        if payload is None:
+            return
         memory, lender = payload
         with self._guard(self.peer, channel, microbatch):
             work = self.backend.send([memory], self._other, 0)
@@ -174,7 +177,7 @@ class DeviceLink:
             self.backend.abort()
 
     def close(self) -> None:
-        """End the communicator; what is still under way has lost its peer, or nobody waits for it."""
+        """End the communicator; what is still under way has lost its peer."""
         if self.waiting() is not None:
             self.abort()
         with suppress(RuntimeError):
@@ -184,20 +187,22 @@ class DeviceLink:
         self._departing.clear()
 
 
-def make_backend(kind: str, store: Any, number: int, timeout: timedelta) -> Any:
+def make_backend(kind: str, store: Any, number: int, name: str, timeout: timedelta) -> Any:
     """Make a backend of two ranks, as `torch.distributed.new_group` does, but with nobody else's help.
 
     That one needs all ranks of the world where the user has bound a device to it (`device_id=`).
     """
+    if kind == "gloo":
+        return dist.ProcessGroupGloo(store, number, 2, timeout)
     if kind in ("nccl", "xccl"):
         maker: Any = getattr(dist, f"ProcessGroup{kind.upper()}")
         options = maker.Options()
-        options._timeout = timeout
+        options._timeout, options.group_name = timeout, name
         return maker(store, number, 2, options)
     plugin: Any = dist.Backend._plugins[kind.upper()]
     if not plugin.extended_api:
         return plugin.creator_fn(store, number, 2, timeout)
     described = _DistributedBackendOptions()
     described.store, described.group_rank, described.group_size = store, number, 2
-    described.timeout, described.group_id, described.global_ranks_in_group = timeout, "penstock", []
+    described.timeout, described.group_id, described.global_ranks_in_group = timeout, name, []
     return plugin.creator_fn(described, None)

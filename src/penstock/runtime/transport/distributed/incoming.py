@@ -29,7 +29,6 @@ from penstock.runtime.transport.distributed.messages import (
     Pending,
     Transfer,
     describe,
-    is_header_only,
     read_header,
 )
 from penstock.runtime.transport.distributed.transfers import BackendTransfers, PeerConnection
@@ -222,10 +221,9 @@ class DistributedIncoming(Incoming):
 
     def _check(self, came: Header, due: Header) -> Header:
         """Refuse what is for another place; what is left announces a new layout or a failure."""
-        if came.magic == MAGIC and came[4:] == due[4:]:
-            layout = self._expected.known.get(came.checksum)
-            if came.kind in (CHANGED, FAILURE) or (came.kind == DATA and layout is not None and is_header_only(layout)):
-                return came
+        is_known = came.kind in (CHANGED, FAILURE) or (came.kind == DATA and came.checksum in self._expected.known)
+        if came.magic == MAGIC and came[4:] == due[4:] and is_known:
+            return came
         text = describe(came)
         if came[4:] == due[4:]:
             text = f"{text} in another layout (checksum {came.checksum:#x}, not {due.checksum:#x})"

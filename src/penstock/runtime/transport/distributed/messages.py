@@ -136,8 +136,8 @@ def is_header_only(layout: Layout | None) -> bool:
 class ExpectedLayouts:
     """What both ends of a channel know beforehand of its messages: the layouts of the last step, by their number.
 
-    `known` are all that the sender has introduced, by their checksum. A message that has all its tensors on a device's
-    link has a frame of one size in every layout, so it may have any of these without another word.
+    `known` are those that the sender has introduced whose tensors are all on a device's link, by their checksum. Such a
+    message has a frame of one size in every layout, so it may have any of these without another word.
     """
 
     def __init__(self, channel: Channel, tag: int) -> None:
@@ -147,12 +147,14 @@ class ExpectedLayouts:
         self.known: dict[int, Layout] = {}
 
     def knows(self, layout: Layout) -> bool:
-        """Whether this layout was introduced, and needs no other frame than a header."""
+        """Whether this layout was introduced, and is remembered."""
         known = self.known.get(layout.checksum)
-        return known is not None and known.text == layout.text and is_header_only(layout)
+        return known is not None and known.text == layout.text
 
     def learn(self, layout: Layout) -> None:
         """Remember a layout that was introduced; both ends forget at the same one."""
+        if not layout.device_bytes or not is_header_only(layout):
+            return
         if len(self.known) >= LAYOUTS:
             self.known.clear()
         self.known[layout.checksum] = layout

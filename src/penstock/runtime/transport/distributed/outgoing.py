@@ -183,9 +183,7 @@ class DistributedOutgoing(Outgoing):
     def _sent(self, message: UnderWay, payload: Payload | None) -> None:
         link = self._connection.link
         if link is not None:
-            link.messages += 1
-            if payload is not None:
-                link.send(payload, self.channel, message.microbatch)
+            link.send(payload, self.channel, message.microbatch)
         self._transfers.give_way()
         under_way = self._under_way
         under_way.append(message)

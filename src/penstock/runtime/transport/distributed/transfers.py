@@ -3,12 +3,6 @@
 The backend is called below torch.distributed's functional layer (`ProcessGroup.send` and `recv`
 on the backend itself), which saves about 10 us of Python for each message and takes ranks of the
 group as they are.
-
-Two ranks connect once more for each direction that needs it: they meet by the connection that the group has, and make
-a backend of their own (`meet`, `connect`). Devices need it because they run what is queued in order (`device_link`).
-Of gloo, one thread may read from a connection only while the main thread does not write to it, and polls until it may:
-where both cores are busy, that takes longer than all else that a small message needs. So values to a lower rank have a
-connection of their own.
 """
 
 from __future__ import annotations
@@ -21,7 +15,6 @@ from datetime import timedelta
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import PeerFailure
@@ -31,16 +24,10 @@ from penstock.runtime.transport.distributed.device_link import DeviceLink
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss
 from penstock.runtime.transport.failure.watch import Watch
-from penstock.runtime.transport.forks import keep_in_forks
-from penstock.runtime.transport.interrupts import uninterrupted
 
 SLACK_SECONDS = (
     10.0  # gloo's own timeout comes this much later than ours: it is the last resort, where the watch ends nothing
 )
-
-GOODBYE_TIME = timedelta(seconds=1)  # in which the end of a peer's process closes its connections
-NOTE_BYTES = 64  # what two ranks tell each other when they meet
-LOOK_SECONDS = 0.001  # between two looks at whether a device has connected
 
 
 class PeerConnection(NamedTuple):
@@ -65,7 +52,7 @@ class BackendTransfers:
         self.backend = backend
         self.watch = watch
         self._now = watch.clock.now
-        self._timeout = timeout
+        self.timeout = timeout
         self.give_way: Callable[[], object] = lambda: None  # to gloo's threads, where they are held back
         self._short = timedelta(seconds=timeout + SLACK_SECONDS)
         # As long as other ranks go on. That of devices' backends too: their own watchdog ends the process.
@@ -80,51 +67,6 @@ class BackendTransfers:
         """The connection to a rank that the process group has."""
         return PeerConnection(peer, self.backend, peer)
 
-    @uninterrupted
-    def meet(self, peer: int, tag: int, note: bytes) -> bytes:
-        """Wait for a rank that calls this too, in a way that the watch can end, and return its note.
-
-        Backends connect two ranks in calls that nothing ends but their timeout, and that name nobody.
-        """
-        first, theirs = self.connection(peer), torch.zeros(NOTE_BYTES, dtype=torch.uint8, device="cpu")
-        mine = torch.frombuffer(bytearray(note.ljust(NOTE_BYTES)), dtype=torch.uint8)
-        with self.watch.own.connecting("for their second connection"):
-            works = [self.receive(theirs, first, tag), self.send(mine, first, tag)]
-            for work in works:
-                self.wait(work, peer)
-        return bytes(theirs.tolist()).rstrip()
-
-    @uninterrupted
-    def connect(self, peer: int, tag: int, make: Callable[[], Any]) -> Any:
-        """Make a backend of this rank and one that does the same now; returns it."""
-        begun = self._now()
-        try:
-            return keep_in_forks(make())
-        except dist.DistNetworkError as error:
-            raise self.watch.without_store(error) from error
-        except RuntimeError as error:
-            lost = PeerFailure(peer, f"did not connect to rank {self.rank} within {self._timeout:g} s")
-            if self._now() - begun < self._timeout / 2:  # so nobody was waited for
-                lost = self._not_connected(self.connection(peer), tag, error)
-            raise copy(self.watch.propose(lost)) from error
-
-    @uninterrupted
-    def connect_devices(self, link: DeviceLink, number: int) -> None:
-        """Move the first bytes over a link: it connects now, and not in the middle of a step."""
-        self.watch.waiting = waiting = self._waiting(link.peer, None, -1)
-        memory = torch.zeros(NOTE_BYTES, dtype=torch.uint8, device=link.device)
-        try:
-            with self.watch.own.connecting("for their second connection"), self.guard(link.peer, None, -1):
-                work = link.backend.recv([memory], 0, 0) if number else link.backend.send([memory], 1, 0)
-                while not work.is_completed():
-                    if self.watch.verdict is not None:
-                        raise after_loss(self.watch.verdict)
-                    if self._now() - waiting.since > self._timeout + SLACK_SECONDS:
-                        raise copy(self.watch.propose(waiting.blame(self.rank, f"silent for {self._timeout:g} s")))
-                    self.watch.clock.sleep(LOOK_SECONDS)
-        finally:
-            self.watch.waiting = None
-
     @contextmanager
     def guard(self, peer: int, channel: Channel | None, microbatch: int) -> Iterator[None]:
         """Report an error of the device's link as the loss of the peer; memory that is full is nobody else's fault."""
@@ -135,18 +77,9 @@ class BackendTransfers:
         except (PeerFailure, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            self._lose(error, self._waiting(peer, channel, microbatch), f"lost on the device's link ({_first(error)})")
-
-    def _not_connected(self, first: PeerConnection, tag: int, error: RuntimeError) -> PeerFailure:
-        """Whose fault it is that a second connection could not be made: the peer's, if its first one is closed."""
-        peer = first.rank
-        try:
-            first.backend.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], first.number, tag).wait(GOODBYE_TIME)
-        except RuntimeError as closed:
-            if not _timed_out(closed):
-                cause = f"{CONNECTION_CLOSED} while rank {self.rank} waited for their second connection"
-                return PeerFailure(peer, cause)
-        return PeerFailure(self.rank, f"could not connect to rank {peer}: {_first(error)}")
+            self._lose(
+                error, self._waiting(peer, channel, microbatch), f"lost on the device's link ({first_line(error)})"
+            )
 
     def send(
         self, tensor: Tensor, to: PeerConnection, tag: int, channel: Channel | None = None, microbatch: int = -1
@@ -202,16 +135,16 @@ class BackendTransfers:
     def _lose(self, error: RuntimeError, waiting: Waiting, cause: str = CONNECTION_CLOSED) -> NoReturn:
         """The group's verdict on a failed operation."""
         self.watch.waiting = None
-        if _timed_out(error):
-            cause = f"silent for {self._timeout:g} s"
+        if timed_out(error):
+            cause = f"silent for {self.timeout:g} s"
         raise copy(self.watch.propose(waiting.blame(self.rank, cause))) from error
 
 
-def _timed_out(error: RuntimeError) -> bool:
+def timed_out(error: RuntimeError) -> bool:
     """Whether gloo has given up a wait, and no connection was closed."""
     return "Timed out waiting" in str(error)
 
 
-def _first(error: RuntimeError) -> str:
+def first_line(error: RuntimeError) -> str:
     """The first line of an error's text."""
     return str(error).partition("\n")[0]

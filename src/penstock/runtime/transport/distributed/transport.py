@@ -26,7 +26,7 @@ was not blocked leaves, and its connections close.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
@@ -35,16 +35,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from penstock.errors import MessageError, PeerFailure, UsageError
 from penstock.messages.clock import CLOCK, Clock
 from penstock.runtime.transport.base import Transport, Where, nowhere
 from penstock.runtime.transport.channel import Channel, ChannelEnds, check_channels
-from penstock.runtime.transport.distributed.device_link import DeviceLink, make_backend
 from penstock.runtime.transport.distributed.exchange import Exchange, Exchanged, Posted
 from penstock.runtime.transport.distributed.incoming import DistributedIncoming
-from penstock.runtime.transport.distributed.loop_threads import hold_back_loop_threads
+from penstock.runtime.transport.distributed.links import Links
 from penstock.runtime.transport.distributed.member import Member, has_agent, member_of
 from penstock.runtime.transport.distributed.messages import SUBTAGS
 from penstock.runtime.transport.distributed.outgoing import DistributedOutgoing
@@ -110,11 +108,8 @@ class DistributedTransport(Transport):
         self._tag = FIRST_TAG + member.number % 32 * (CHANNELS + 1) * SUBTAGS
         self._prefix = f"penstock/{member.number}"
         self._store = member.store
-        self._seconds: dict[int, PeerConnection] = {}  # by rank: the connections for values to a lower rank
-        self._links: dict[tuple[int, int], DeviceLink] = {}  # by source and target
-        self._homes: dict[int, str] = {}  # by rank: the type of its device, of ranks that were asked
-        self._kinds = member.kinds
-        close = partial(_close_connections, member.backend, self._seconds, self._tag + CONTROL_TAG)
+        seconds: dict[int, PeerConnection] = {}  # see `Links`
+        close = partial(_close_connections, member.backend, seconds, self._tag + CONTROL_TAG)
         self.watch = Watch(
             *(member.store, member.store_host, self._prefix, self.rank, self.ranks, timeout, close),
             *(self._make_bell(), clock),
@@ -125,13 +120,11 @@ class DistributedTransport(Transport):
             _traffic, weakref.ref(self)
         )  # not of this transport, which it would keep alive
         weakref.finalize(self, self.watch.stop)
-        self.watch.device_waiting, self.watch.abort_device = (
-            partial(_wait_of, self._links),
-            partial(_abort, self._links),
-        )
-        weakref.finalize(self, self._seconds.clear)  # which the watch's thread knows too
-        weakref.finalize(self, self._links.clear)
-        self._transfers = BackendTransfers(self.rank, member.backend, self.watch, timeout)
+        self._transfers = transfers = BackendTransfers(self.rank, member.backend, self.watch, timeout)
+        tag = self._tag + CONTROL_TAG + 3
+        self._links = Links(member, transfers, self._prefix, tag, self.device, seconds)
+        self.watch.device_waiting, self.watch.abort_device = self._links.device_waiting, self._links.abort
+        weakref.finalize(self, self._links.forget)
         self._book = Book()
         self._max_sends = max_sends
         self._exchanger = Exchange(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._transfers)
@@ -172,78 +165,17 @@ class DistributedTransport(Transport):
 
     def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
         """The ends of these channels on this rank."""
-        self._connect_again(channels)
+        self._links.connect(channels)
         return ChannelEnds.of(
             channels, self.rank, partial(self._make_incoming, tag), partial(self._make_outgoing, tag, self._max_sends)
         )
 
-    def _peers(self, channels: Sequence[Channel]) -> set[int]:
-        """The ranks to which these channels lead from this one."""
-        ends = [{channel.source_rank, channel.target_rank} for channel in channels]
-        return {rank for pair in ends if self.rank in pair for rank in pair} - {self.rank}
-
-    def _connect_again(self, channels: Sequence[Channel], without: Collection[int] = ()) -> None:
-        """Connect once more where a direction needs a connection of its own, on all ranks in the same order of pairs.
-
-        That is for values to lower ranks, where gloo is what connects this rank with them; and for what is on devices.
-        """
-        gloo = dist.is_gloo_available() and isinstance(self._transfers.backend, dist.ProcessGroupGloo)
-        downward = [each for each in channels if each.source_rank > each.target_rank]
-        by_gloo = self._peers(downward).difference(without, self._seconds) if gloo else set()
-        routes = {(each.source_rank, each.target_rank) for each in channels} if self._kinds else set()
-        for peer in sorted(self._peers(channels)):
-            missing = [route for route in sorted(routes) if set(route) == {self.rank, peer}]
-            missing = [route for route in missing if route not in self._links]
-            alike = self._homes.get(peer) == self._home and self._home in self._kinds
-            if peer in by_gloo or (missing and (alike or peer not in self._homes)):
-                note = self._transfers.meet(peer, self._tag + CONTROL_TAG + 3, self._home.encode())
-                self._homes[peer] = note.decode()
-            if peer in by_gloo:
-                self._seconds[peer] = self._make_second(peer)
-            for route in missing if self._homes.get(peer) == self._home and self._home in self._kinds else ():
-                self._links[route] = self._make_link(peer, route)
-        if gloo and self._peers(channels).difference(without):
-            self._transfers.give_way = hold_back_loop_threads() or self._transfers.give_way
-
-    @property
-    def _home(self) -> str:
-        return "cpu" if self.device is None else self.device.type
-
-    def _meeting_place(self, what: str, source: int, target: int) -> Any:
-        """A part of the store for two ranks; with a connection of its own, which leaves the watch's store free."""
-        return PrefixStore(f"{self._prefix}/{what}/{source}-{target}", self._store.clone())
-
-    def _make_second(self, peer: int) -> PeerConnection:
-        low, high = sorted((self.rank, peer))
-        place, limit = self._meeting_place("second", low, high), timedelta(seconds=self.timeout)
-        make = partial(dist.ProcessGroupGloo, place, int(self.rank == high), 2, limit)
-        backend = self._transfers.connect(peer, self._tag + CONTROL_TAG + 3, make)
-        return PeerConnection(peer, backend, int(peer == high))
-
-    def _make_link(self, peer: int, route: tuple[int, int]) -> DeviceLink:
-        """A communicator from one rank to another, which has moved its first bytes."""
-        assert self.device is not None
-        transfers, number = self._transfers, int(self.rank == route[1])
-        place = self._meeting_place(self._home, *route)
-        make = partial(make_backend, self._kinds[self._home], place, number, transfers.longest)
-        backend = transfers.connect(peer, self._tag + CONTROL_TAG + 3, make)
-        link = DeviceLink(backend, peer, number, self.device, transfers.guard, self.clock.now)
-        transfers.connect_devices(link, number)
-        return link
-
-    def _connection(self, channel: Channel, peer: int) -> PeerConnection:
-        second = self._seconds.get(peer) if channel.source_rank > channel.target_rank else None
-        return (second or self._transfers.connection(peer))._replace(
-            link=self._links.get((channel.source_rank, channel.target_rank)),
-            foreign=self._home != "cpu" and self._homes.get(peer, self._home) != self._home,
-        )
-
     def _make_incoming(self, tag: int, number: int, channel: Channel) -> DistributedIncoming:
-        place, connection = tag + number * SUBTAGS, self._connection(channel, channel.source_rank)
+        place, connection = tag + number * SUBTAGS, self._links.to(channel, channel.source_rank)
         return DistributedIncoming(channel, place, self._transfers, connection, self._book, self.device)
 
     def _make_outgoing(self, tag: int, max_sends: int, number: int, channel: Channel) -> DistributedOutgoing:
-        place, connection = tag + number * SUBTAGS, self._connection(channel, channel.target_rank)
+        place, connection = tag + number * SUBTAGS, self._links.to(channel, channel.target_rank)
         return DistributedOutgoing(channel, place, self._transfers, connection, self._book, max_sends)
 
     def _make_bell(self) -> Bell | None:
@@ -261,7 +193,7 @@ class DistributedTransport(Transport):
             for end in ends.outgoing.values()
             for microbatch in end.flush()
         ]
-        found += [(channel.source_stage, number) for link in self._links.values() for channel, number in link.flush()]
+        found += self._links.flush()
         if found:
             raise Rewritten(*found[0])
 
@@ -337,8 +269,7 @@ class DistributedTransport(Transport):
         self.watch.end_step()
         for ends in used:
             ends.end_step()
-        for link in self._links.values():
-            link.end_step()
+        self._links.end_step()
 
     def _agreed(self, answers: Exchanged) -> list[Any]:
         apart = different_calls(answers.calls) if len(set(answers.calls)) > 1 else None
@@ -387,10 +318,7 @@ class DistributedTransport(Transport):
     def close(self) -> None:
         self.watch.close()
         self._opened.clear()
-        self._seconds.clear()
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
+        self._links.close()
         self._book.clear()
         self.ends = ChannelEnds((), self.rank)
 
@@ -404,17 +332,6 @@ def _traffic(
         return {}, None
     awaited = None if waiting is None or waiting.edge is None else found.ends.awaited(waiting.edge, waiting.microbatch)
     return {index: end.count for index, end in found.ends.outgoing.items() if end.count}, awaited
-
-
-def _wait_of(links: Mapping[tuple[int, int], DeviceLink]) -> Waiting | None:
-    """What the device of this rank waits for, and for how long, asked by the watch."""
-    waits = [found for link in list(links.values()) if (found := link.waiting()) is not None]
-    return min(waits, key=lambda waiting: waiting.since, default=None)
-
-
-def _abort(links: Mapping[tuple[int, int], DeviceLink]) -> None:
-    for link in list(links.values()):
-        link.abort()
 
 
 def _close_connections(backend: Any, seconds: Mapping[int, PeerConnection], tag: int, peer: int) -> None:

@@ -86,11 +86,13 @@ class SharedMemoryTransport(DistributedTransport):
     def _connect(self, channels: tuple[Channel, ...]) -> None:
         """To every rank on this host that a channel, or the exchange, joins with this one."""
         centre = self._exchanger.coordinator  # the exchange goes through it
-        mine = self._peers(channels) | ({centre} if self.rank != centre else set(range(self.ranks))) - {self.rank}
+        ends = [{channel.source_rank, channel.target_rank} for channel in channels]
+        mine = {rank for pair in ends if self.rank in pair for rank in pair}
+        mine |= {centre} if self.rank != centre else set(range(self.ranks))
         try:
             for rank in range(self.ranks):
                 self._meeting.address_of(rank)
-            for peer in sorted(mine - self._connections.keys() - self._apart.keys()):
+            for peer in sorted(mine - {self.rank} - self._connections.keys() - self._apart.keys()):
                 self._join(peer)
         except dist.DistError as error:
             raise self.watch.without_store(error) from error
@@ -100,7 +102,7 @@ class SharedMemoryTransport(DistributedTransport):
 
     def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
         self._connect(channels)
-        self._connect_again(channels, without=self._connections)
+        self._links.connect(channels, without=self._connections)
         checksum = channels_checksum(channels)
         words: dict[int, memoryview] = {}  # by peer
 

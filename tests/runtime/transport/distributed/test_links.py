@@ -12,7 +12,7 @@ from transport_harness import run, values
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport import Channel
-from penstock.runtime.transport.distributed import transport as transport_module
+from penstock.runtime.transport.distributed import links
 
 PAIR = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0)]
 
@@ -20,7 +20,7 @@ PAIR = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0)]
 def both_ways(transport: Any) -> Any:
     """How many second connections there are, with channels in one direction and in both, and what came."""
     transport.open(PAIR[:1])
-    alone = len(transport._seconds)
+    alone = len(transport._links.seconds)
     transport.open(PAIR)
     there, back = (0, 1) if transport.rank == 0 else (1, 0)
     mine = torch.full((3,), 1.0 + transport.rank)
@@ -28,10 +28,10 @@ def both_ways(transport: Any) -> Any:
     other = transport.receive(back, 0)
     transport.flush()
     transport.exchange(None)
-    if transport._seconds:
+    if transport._links.seconds:
         sending, receiving = transport.ends.sending(there), transport.ends.receiving(back)
         assert sending._connection.backend is not receiving._connection.backend
-    return alone, len(transport._seconds), other.tolist()
+    return alone, len(transport._links.seconds), other.tolist()
 
 
 def test_each_direction_has_a_connection_of_its_own() -> None:
@@ -51,7 +51,7 @@ def forked(transport: Any) -> int:
         signal.alarm(20)  # it may also wait for ever
         transport._opened.clear()
         transport.ends = None
-        transport._seconds.clear()
+        transport._links.seconds.clear()
         os._exit(0)
     status = os.waitpid(child, 0)[1]
     transport.exchange(None)
@@ -89,7 +89,7 @@ def lost_on_the_way(transport: Any, when: str) -> str:
     if transport.rank == 1 and when == "before":
         os._exit(9)
     if transport.rank == 1:
-        transport_module.PrefixStore = lambda *_: os._exit(9)  # type: ignore[misc, assignment]
+        links.PrefixStore = lambda *_: os._exit(9)  # type: ignore[misc, assignment]
     with pytest.raises(PeerFailure) as caught:
         transport.open(PAIR)
     return f"{caught.value.rank}: {caught.value.cause}"

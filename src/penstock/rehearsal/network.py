@@ -15,9 +15,11 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from penstock.rehearsal.virtual_time import Task, VirtualTime
+from penstock.runtime.transport.interrupts import CTRL_C
 
 CLOSED = "Connection closed by peer"
 TIMED_OUT = "Timed out waiting for a message"
+LOOK_SECONDS = 0.05  # between two looks whether Ctrl-C ends a wait
 STORE_LATENCY = 1e-4  # seconds to the store and back
 STORE_SERVICE = 1e-5  # seconds that the store, which is one thread, needs for a key
 
@@ -88,7 +90,10 @@ class Wire:
                 if until <= time.now:
                     self._network.close(self.target)
                     raise RuntimeError(TIMED_OUT)
-                time.wait(min(messages[0][0] if messages else math.inf, closed))
+                held = self._network.interruptible and CTRL_C.since
+                if held:
+                    CTRL_C.raise_held()
+                time.wait(min(messages[0][0] if messages else math.inf, closed, time.now + LOOK_SECONDS if held else math.inf))
         finally:
             self._waiting = None
             time.limit(math.inf)
@@ -118,6 +123,7 @@ class Network:
         self.time = time
         self.latency = latency  # of a message without size, from one rank to another
         self.free_at: defaultdict[tuple[int, int], float] = defaultdict(lambda: -math.inf)
+        self.interruptible = False  # whether Ctrl-C may end a wait, as with shared memory
         self.closed: dict[int, float] = {}  # when a rank's connections closed
         self.read_before: dict[bytes, Any] = {}  # what ranks say in exchanges, and what that means
         self._wires: dict[tuple[int, int, int], Wire] = {}

@@ -56,7 +56,7 @@ def _must_end(frame: FrameType | None) -> bool:
     return False
 
 
-class _CtrlC:
+class CtrlC:
     """There is one of these, as there is one handler in a process.
 
     `since`: when one came that is held back, or 0. `cut`: whether one was raised in the middle of a message, or of
@@ -64,7 +64,8 @@ class _CtrlC:
     `owed`: one of a step that is complete, which the next step raises.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, signals: Any = signal, now: Callable[[], float] = monotonic) -> None:
+        self._signals, self._now = signals, now  # what has the handlers of this process, and its clock
         self.held = False
         self.since = 0.0
         self.ending = False
@@ -79,14 +80,14 @@ class _CtrlC:
 
         In a loop, one that came as a step ended is owed to the next.
         """
-        before = signal.getsignal(signal.SIGINT)
+        before = self._signals.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or not callable(before) or before == self._handle:
             yield
             return
         self._before, self.held, self.ending, self.cut, self.since = before, True, False, False, 0.0
         self._left, complete, raised = False, False, None
         try:
-            signal.signal(signal.SIGINT, self._handle)
+            self._signals.signal(signal.SIGINT, self._handle)
             yield
             complete = True
         except BaseException as error:
@@ -94,7 +95,7 @@ class _CtrlC:
             raise
         finally:
             self.held = True
-            signal.signal(signal.SIGINT, before)
+            self._signals.signal(signal.SIGINT, before)
             self._before, self.held = None, False
             late, self.since = self.since, 0.0
             try:
@@ -133,13 +134,13 @@ class _CtrlC:
     def raise_held(self) -> None:
         """Raise what was held back: called between messages, and where a wait may be left with nothing lost."""
         mine = self._before and threading.current_thread() is threading.main_thread()
-        if self.since and mine and (not self.ending or monotonic() - self.since > GRACE_SECONDS):
+        if self.since and mine and (not self.ending or self._now() - self.since > GRACE_SECONDS):
             self._raise()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         must_end = _must_end(frame)
         if not self.since and (self.held or must_end):
-            self.since = monotonic()
+            self.since = self._now()
         else:
             self._raise(frame, cut=must_end)
 
@@ -153,4 +154,12 @@ class _CtrlC:
             raise
 
 
-CTRL_C = _CtrlC()
+    def become(self, other: CtrlC) -> CtrlC:
+        """Be that of another process, as in a rehearsal, where the ranks of many take turns; what this one was."""
+        was = object.__new__(CtrlC)
+        vars(was).update(vars(self))
+        vars(self).update(vars(other))
+        return was
+
+
+CTRL_C = CtrlC()

@@ -1,6 +1,6 @@
-"""Random rehearsals of training with Ctrl-C: up to three on any rank at any line, with and without a death beside them.
+"""Random rehearsals of training with Ctrl-C: up to three on any rank at any line, with and without a death beside it.
 
-A seed draws the schedule, `step` or `train_steps`, with or without `clip`, the kind of links, and when what happens. The
+A seed draws the schedule, `step` or `train_steps`, with or without `clip`, the kind of links, and what comes when. The
 user catches Ctrl-C and every failure, and goes on with the batch after the steps that are complete. What must be true:
 no rank waits for the timeout, whoever is named was struck, and in the end either all ranks have the weights of the
 undisturbed run, or all of them refuse to go on.
@@ -78,9 +78,12 @@ class Life:
         )
         optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
         self.counter = pipe.deployment.counter
-        while self.counter.step < STEPS:
+        is_done = False
+        while not is_done:
             try:
                 self._go_on(pipe, optimizer)
+                pipe.settle()
+                is_done = True
             except KeyboardInterrupt as error:
                 self.errors.append(error)
             except PenstockError as error:
@@ -93,9 +96,13 @@ class Life:
     def _go_on(self, pipe: penstock.Pipeline, optimizer: torch.optim.Optimizer) -> None:
         """Train until there is an error."""
         clip = self.case.clip
+        pipe.settle()
+        if self.counter.step == STEPS:
+            return
         if clip is None or clip > 0:
-            pipe.settle()
-            for _ in pipe.train_steps([batch_of(each) for each in range(self.counter.step, STEPS)], optimizer, clip=clip):
+            for _ in pipe.train_steps(
+                [batch_of(each) for each in range(self.counter.step, STEPS)], optimizer, clip=clip
+            ):
                 pass
             return
         while (before := self.counter.step) < STEPS:
@@ -156,10 +163,12 @@ def _faults(case: Case, attempt: Attempt, lives: list[Life]) -> Iterator[str]:
         yield f"somebody waited for the timeout: {attempt.seconds:.0f} s for {seconds:.0f}"
     for rank, life in enumerate(lives):
         for error in life.errors:
-            if isinstance(error, PeerFailure) and error.rank not in struck:
+            if isinstance(error, PeerFailure) and error.rank not in struck and "no longer belong" not in error.cause:
                 yield f"rank {rank} names rank {error.rank}: {error.cause}"
-            if not isinstance(error, KeyboardInterrupt) and "no longer belong" not in str(error) and (
-                not isinstance(error, PeerFailure) and "have not completed the same number" not in str(error)
+            if (
+                not isinstance(error, KeyboardInterrupt)
+                and "no longer belong" not in str(error)
+                and (not isinstance(error, PeerFailure) and "have not completed the same number" not in str(error))
             ):
                 yield f"rank {rank} raised {error!r}"
             if isinstance(error, KeyboardInterrupt) and rank not in struck:

@@ -57,7 +57,6 @@ from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.model_state.state import ModelState
 from penstock.pipeline.trained_step import (
-    APART,
     CALL,
     Abandoned,
     FailedHere,
@@ -137,17 +136,16 @@ class StepLoop:
         return self._uncollected is not None
 
     def settle(self) -> None:
-        """Wait until all ranks are done with the steps so far, and see that the weights are the right ones."""
-        if self._uncollected is None:
+        """Wait until all ranks are done with the steps so far, and update the weights after the last of them."""
+        step = self._uncollected
+        if step is None:
             return
-        before = self._uncollected
-        with self._parts.deployment.ranks.in_call(SETTLE):
+        with self._parts.deployment.ranks.in_call(SETTLE, settles=True):
             try:
                 self._collect()
             except Abandoned as abandoned:
-                self._make_right(before, abandoned)
-            else:
-                self._weights.agree_on_early(before.number)
+                self._leave(step, abandoned)
+            self._weights.settle(step)
 
     def _end(self) -> None:
         """Wait for all ranks after the last batch, also where all of them know of all steps: one may have more batches,
@@ -158,7 +156,7 @@ class StepLoop:
         deployment = self._parts.deployment
         transport = deployment.world.transport
         if transport is not None:
-            with deployment.ranks.in_call(SETTLE):
+            with deployment.ranks.in_call(SETTLE, settles=True):
                 transport.post_exchange(None)()
                 deployment.replication.all_gather(transport.call, None)
 
@@ -219,37 +217,52 @@ class StepLoop:
             raise
 
     def _step_or_twice(self, call: Call) -> None:
-        """One step on this rank, and its update; once more where it ran on weights that were updated wrongly."""
+        """Update after the step before, and run one; once more where it ran on weights that were updated wrongly."""
         ranks, before = self._parts.deployment.ranks, self._uncollected
         interrupt: BaseException | None = None
         with ranks.in_call(self._weights.updates.call, in_loop=True):
             try:
-                self._run_and_update(call, self._weights.changed_in_body())
+                self._run_and_report(call, None if before is None else self._update_early(before))
                 return
             except Abandoned as abandoned:
                 interrupt = abandoned.interrupt
                 assert before is not None
                 ranks.reset()  # what the abandoned run left behind, if it failed
-                self._make_right(before, abandoned)
+                self._leave(before, abandoned)
+                self._weights.settle(before)
         with ranks.in_call(self._weights.updates.call, in_loop=True):
-            self._run_and_update(call, interrupt)
+            self._run_and_report(call, interrupt)
 
-    def _run_and_update(self, call: Call, refused: BaseException | None) -> None:
-        """Run a step and update the weights: at once, or where the last guess was wrong when all reports are there."""
+    def _update_early(self, step: UncollectedStep) -> BaseException | None:
+        """Update the weights after a step whose reports are not collected yet; returns why the next one must fail.
+
+        The body of the loop has run since that step, with the weights before this update.
+        """
         weights = self._weights
-        depends, had_gradients = weights.updates.depends_on_all, self._has_gradients()
-        waits = depends and self._right < TRUST
+        if step.ended.failure is not None:
+            return step.ended.failure
+        if step.is_updated:  # and the next step did not begin: its batch was refused
+            return weights.failed
+        depends = weights.updates.depends_on_all
+        is_right = depends and self._is_known_to_be_as_is(step)
+        step.can_be_undone &= depends and not is_right
+        refused = weights.changed_in_body()
+        weights.update_early(step.number, may_be_wrong=depends and not is_right)
+        step.is_updated = True
+        return refused or weights.failed
+
+    def _run_and_report(self, call: Call, refused: BaseException | None) -> None:
+        """Run a step, and where the last guess was wrong wait for all reports, to update the weights by them."""
+        had_gradients = self._has_gradients()
+        waits = self._weights.updates.depends_on_all and self._right < TRUST
         mine = self._run(call, waits, refused)
         if waits:
-            weights.update_with_all(mine.number, mine.decision)
+            self._weights.update_with_all(mine.number, mine.decision)
             return
+        mine.can_be_undone = not had_gradients
         self._uncollected = mine
-        mine.can_be_undone = depends and not had_gradients
         if mine.ended.failure is None:
-            is_right = depends and self._is_known_to_be_as_is(mine)
-            mine.can_be_undone &= not is_right
-            weights.update_early(mine.number, may_be_wrong=depends and not is_right)
-            mine.is_updated = True
+            self._weights.set_aside()
 
     def _is_known_to_be_as_is(self, step: UncollectedStep) -> bool:
         """Whether all reports are here already, and they say that the update is right as it is."""
@@ -269,12 +282,11 @@ class StepLoop:
         deployment.ranks.begin()
         parts.take_count(parts.batches.take_lengths(call, alone=True))
         program, transaction = self._program(), deployment.ranks.transactions[self._number % 2]
-        failed = self._weights.failed or (None if self._uncollected is None else self._uncollected.ended.failure)
         mine: UncollectedStep
         try:
             set_aside = deployment.replication.sets_aside
             with transaction(training=True, set_aside=set_aside, loss_fn=parts.batches.loss_fn):
-                ended = self._run_without_exchange(call, program, refused or failed)
+                ended = self._run_without_exchange(call, program, refused)
                 mine = UncollectedStep(self._number, ended, program.microbatches, transaction)
                 try:
                     self._collect(runs=True)
@@ -333,7 +345,7 @@ class StepLoop:
             error.__cause__ = error.__cause__ or (self._weights.failed and self._weights.failed.__cause__)
             abandoned = Abandoned(error)
         self._uncollected = None
-        if abandoned is None and not before.decision.as_is:
+        if abandoned is None and before.is_updated and not before.decision.as_is:
             abandoned = Abandoned(None)
         if abandoned is not None:
             if runs and before.ended.told and transport.broken is None:  # so all ranks know, and do the same
@@ -352,7 +364,7 @@ class StepLoop:
     def _explain(self, error: BaseException, step: UncollectedStep, runs: bool = False) -> None:
         """Say what became of that step; where the ranks no longer belong together, none goes on."""
         if not explain(error, step, runs):
-            self._parts.deployment.counter.apart = APART
+            self._parts.deployment.counter.is_apart = True
 
     def _read(self, step: UncollectedStep, together: str = "") -> None:
         """The reports of a step, as its decision and its result; raises what went wrong anywhere."""
@@ -369,11 +381,10 @@ class StepLoop:
         loss = None if result.loss is None else result.loss.item()
         return self._weights.updates.decide([report.norm for report in reports], loss)
 
-    def _make_right(self, before: UncollectedStep, abandoned: Abandoned) -> None:
-        """Where a step was updated wrongly, make the right update; where it failed elsewhere, undo it, and raise."""
+    def _leave(self, before: UncollectedStep, abandoned: Abandoned) -> None:
+        """Where a step failed elsewhere, undo it, and raise."""
         error = abandoned.error
         if error is None:
-            self._weights.update_again_with_all(before.number, before.decision)
             return
         if before.ended.told and before.ended.failure is None and before.can_be_undone:
             self._undo(before, error)
@@ -387,8 +398,8 @@ class StepLoop:
         """Undo a step that is complete here, with its update, because it failed on another rank."""
         counter, parts = self._parts.deployment.counter, self._parts
         counter.step -= 1
-        self._weights.undo()
+        self._weights.undo(step)
         if not step.transaction.take_back():
-            counter.apart = APART
+            counter.is_apart = True
             error.add_note("this rank could not undo all of it: load a checkpoint on every rank")
         parts.deployment.ranks.give_back()

@@ -34,7 +34,8 @@ LASTING = ("stop", "stall", "slow")
 _NUMBER = r"[0-9.]+(?:[eE][-+]?[0-9]+)?"
 _RANK = re.compile(
     rf"(?P<kind>{'|'.join(PROCESS)}) +(?P<rank>[0-9]+) +at +(?P<at>\S+)"
-    rf"(?: +in +step +(?P<step>[0-9]+))?(?: +by +(?P<by>{_NUMBER}))?(?: +after +(?P<after>[0-9]+))?(?: +for +(?P<seconds>{_NUMBER}))?"
+    rf"(?: +in +step +(?P<step>[0-9]+))?(?: +by +(?P<by>{_NUMBER}))?(?: +after +(?P<after>[0-9]+))?"
+    rf"(?: +for +(?P<seconds>{_NUMBER}))?"
 )
 _SENT = re.compile(rf"(?P<kind>{'|'.join(MESSAGE)}) +(?P<at>\S+)(?: +in +step +(?P<step>[0-9]+))?")
 _FORMS = "'die 3 at 12.5', 'stop 3 at 12.5 for 40', 'slow 3 at 10 by 2.5', 'fail 3 at 3F7 in step 1' or 'lose 2SEND_F4'"
@@ -45,8 +46,8 @@ class PlannedFault:
     """One thing that goes wrong.
 
     Args:
-        kind: `"die"`, `"stop"`, `"stall"`, `"slow"`, `"fail"` or `"interrupt"` for a rank; `"lose"`, `"duplicate"` or `"reorder"` for
-            a message.
+        kind: `"die"`, `"stop"`, `"stall"`, `"slow"`, `"fail"` or `"interrupt"` for a rank; `"lose"`,
+            `"duplicate"` or `"reorder"` for a message.
         at: A time from the start of training, or an action: a computation of the rank, or the message's send.
         rank: The rank. A message needs none.
         step: In which step, where `at` is an action.
@@ -102,7 +103,9 @@ def parse_fault(text: str) -> PlannedFault:
     if given["seconds"] is not None and kind not in LASTING:
         raise UsageError(f"{text!r}: 'for' is for what ends again: {', '.join(LASTING)}")
     if given["after"] is not None and kind != "interrupt":
-        raise UsageError(f"{text!r}: 'after' counts lines of code before an interrupt, as in 'interrupt 3 at 12 after 40'")
+        raise UsageError(
+            f"{text!r}: 'after' counts lines of code before an interrupt, as in 'interrupt 3 at 12 after 40'"
+        )
     lines = int(given["after"] or 0)
     return PlannedFault(kind, _when(text, given["at"]), int(given["rank"]), step, seconds, factor, lines)
 

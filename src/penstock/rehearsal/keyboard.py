@@ -23,11 +23,11 @@ _REHEARSAL = str(Path(__file__).parent)
 class Keyboard:
     """What presses Ctrl-C on one rank. `is_running` says whether its main thread runs now, and not another's."""
 
-    def __init__(self, is_running: Callable[[], bool], now: Callable[[], float]) -> None:
+    def __init__(self, is_running: Callable[[], bool]) -> None:
         self._is_running = is_running
         self._handler: Any = signal.default_int_handler
         self._lines: deque[int] = deque()  # of Penstock's code that still run before each press
-        self.ctrl_c = CtrlC(self, now)
+        self.ctrl_c = CtrlC(self)
 
     # -- as the `signal` module
 

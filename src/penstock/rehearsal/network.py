@@ -15,11 +15,10 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from penstock.rehearsal.virtual_time import Task, VirtualTime
-from penstock.runtime.transport.interrupts import CTRL_C
+from penstock.runtime.transport.interrupts import CTRL_C, DUE
 
 CLOSED = "Connection closed by peer"
 TIMED_OUT = "Timed out waiting for a message"
-LOOK_SECONDS = 0.05  # between two looks whether Ctrl-C ends a wait
 STORE_LATENCY = 1e-4  # seconds to the store and back
 STORE_SERVICE = 1e-5  # seconds that the store, which is one thread, needs for a key
 
@@ -90,10 +89,9 @@ class Wire:
                 if until <= time.now:
                     self._network.close(self.target)
                     raise RuntimeError(TIMED_OUT)
-                held = self._network.interruptible and CTRL_C.since
-                if held:
-                    CTRL_C.raise_held()
-                time.wait(min(messages[0][0] if messages else math.inf, closed, time.now + LOOK_SECONDS if held else math.inf))
+                if CTRL_C.state is DUE and self._network.interruptible:
+                    CTRL_C.raise_due()
+                time.wait(min(messages[0][0] if messages else math.inf, closed))
         finally:
             self._waiting = None
             time.limit(math.inf)

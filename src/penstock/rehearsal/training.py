@@ -43,7 +43,6 @@ from penstock.runtime.transport.failure.watch import BEAT_SECONDS
 from penstock.runtime.transport.interrupts import CTRL_C, CtrlC
 from penstock.schedule import Costs, Op, Schedule
 
-LONG_AGO = 1000.0  # seconds before training begins: when the clock of a process was zero
 Train = Callable[[int], Any]  # what a rank runs, given its number
 Fault = PlannedFault | str
 
@@ -166,7 +165,10 @@ class _Attempt:
 
     def run(self, setting: Setting, faults: Sequence[PlannedFault], until: float) -> Attempt:
         time, draw = setting.network.time, random.Random(setting.seed)
-        ranks = [TrainedRank(rank, setting, self._train, self._file_seconds, self._interruptible) for rank in range(setting.program.ranks)]
+        ranks = [
+            TrainedRank(rank, setting, self._train, self._file_seconds, self._interruptible)
+            for rank in range(setting.program.ranks)
+        ]
         for rank in ranks:
             rank.task = time.start(rank.rank, rank.live, -BEAT_SECONDS * draw.random())
         plan_faults(faults, ranks, time, setting.program)
@@ -175,11 +177,11 @@ class _Attempt:
             time.run(lambda: not setting.unsettled, until)
             seconds = time.now
         finally:
+            sys.settrace(None)
+            sys.setprofile(None)
             self._end(time)
             torch.set_rng_state(generator)
             CTRL_C.become(ctrl_c)
-            sys.settrace(None)
-            sys.setprofile(None)
         return Attempt(
             tuple(rank.result for rank in ranks),
             tuple(rank.error for rank in ranks),
@@ -255,7 +257,7 @@ class TrainedRank(RehearsedRank):
         self._executor: Executor | None = None
         self._ways: dict[Channel, tuple[float, float]] = {}
         self.task: Task
-        self.keyboard = Keyboard(lambda: self._time.current is self.task, lambda: self._time.now + LONG_AGO)
+        self.keyboard = Keyboard(lambda: self._time.current is self.task)
         self.result: Any = None
         self.error: PenstockError | InjectedError | KeyboardInterrupt | None = None
 
@@ -272,7 +274,7 @@ class TrainedRank(RehearsedRank):
             if time.over:
                 return
             self.error = error
-            self._setting.network.close(self.rank)  # its process ends
+        self._setting.network.close(self.rank)  # its process ends
         self.ended = True
         self._setting.unsettled.discard(self.rank)
 

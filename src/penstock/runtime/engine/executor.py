@@ -41,7 +41,7 @@ from penstock.runtime.engine.step_input import Refused, StepInput
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.channel import ChannelEnds, Incoming, Outgoing
 from penstock.runtime.transport.failure.peer_failures import stopped_by_force
-from penstock.runtime.transport.interrupts import CTRL_C
+from penstock.runtime.transport.interrupts import CTRL_C, CUT, DUE
 from penstock.schedule import Action, Op, Schedule, Span
 
 KEPT = 64  # programs that are prepared: batches of many sizes may each have their own
@@ -144,7 +144,7 @@ class Executor:
         try:
             try:
                 if self.transport.holds_interrupts:
-                    CTRL_C.begin_step()
+                    CTRL_C.go("open")
                 if isinstance(step_input, Refused):
                     raise step_input.error
                 self._run_program(prepared, step_input, report)
@@ -158,11 +158,10 @@ class Executor:
                 lost = self.replication.explain(error)
                 own, failure = error, self._describe(error) if lost is None else lost
             if self.transport.holds_interrupts:
-                CTRL_C.end_step()
-                if CTRL_C.cut:
+                CTRL_C.go("close")
+                if CTRL_C.state is CUT:
                     self.transport.abort(stopped_by_force(self.rank))
-            with self.transport.to_its_end():
-                return self._end(report, failure, own)
+            return self._end(report, failure, own)
         finally:
             self._running = together
             del own, failure, step_input  # an error that its own frame holds would keep the whole step alive
@@ -206,8 +205,8 @@ class Executor:
             self._position = position
             if news:
                 raise copy(news[0])
-            if CTRL_C.since:
-                CTRL_C.raise_held()
+            if CTRL_C.state is DUE:
+                CTRL_C.raise_due()
             function(first, second)
         self._position = len(entries)
         left_out = next((each for each in prepared.for_handlers if each not in self.run_by_handlers), None)
@@ -215,8 +214,8 @@ class Executor:
             self._failed = left_out
             raise RunError(f"a handler did not run {left_out}; it must call context.run or context.compute for it")
         self.transport.flush()
-        if CTRL_C.since:
-            CTRL_C.raise_held()
+        if CTRL_C.state is DUE:
+            CTRL_C.raise_due()
         report.ended = perf_counter()
         computations.end_step()
 

@@ -75,6 +75,7 @@ from penstock.schedule import Schedule, verify
 TRUST = 4  # right guesses in a row, after a wrong one, before updates are made early again
 KEPT = 64  # programs whose proof is remembered
 SETTLE = "settle(), after the batches of train_steps() so far"
+ABANDONED = f"{CALL}, at the end of a step that is abandoned"
 
 
 @dataclass
@@ -349,7 +350,11 @@ class StepLoop:
             abandoned = Abandoned(None)
         if abandoned is not None:
             if runs and before.ended.told and transport.broken is None:  # so all ranks know, and do the same
-                transport.exchange(None)
+                transport.call, call = ABANDONED, transport.call
+                try:
+                    transport.exchange(None)
+                finally:
+                    transport.call = call
             raise abandoned
 
     def _read_at_once(self, step: UncollectedStep) -> None:

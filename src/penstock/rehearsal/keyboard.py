@@ -14,10 +14,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from penstock.runtime.transport.interrupts import CtrlC
+from penstock.runtime.transport.interrupts import CTRL_C, CtrlC
 
 _LIBRARY = str(Path(__file__).parents[1])
 _REHEARSAL = str(Path(__file__).parent)
+
+
+def swap_ctrl_c(other: dict[str, Any]) -> dict[str, Any]:
+    """Have the Ctrl-C of another process, as all code here knows it; return that of the one before."""
+    before = dict(vars(CTRL_C))
+    vars(CTRL_C).update(other)
+    return before
 
 
 class Keyboard:
@@ -27,7 +34,7 @@ class Keyboard:
         self._is_running = is_running
         self._handler: Any = signal.default_int_handler
         self._lines: deque[int] = deque()  # of Penstock's code that still run before each press
-        self.ctrl_c = CtrlC(self)
+        self.ctrl_c = vars(CtrlC(self))
 
     # -- as the `signal` module
 

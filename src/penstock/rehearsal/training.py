@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import PenstockError, UsageError
 from penstock.group.world import BUILDING, REHEARSED, World
 from penstock.rehearsal.faults import PlannedFault
-from penstock.rehearsal.keyboard import Keyboard
+from penstock.rehearsal.keyboard import Keyboard, swap_ctrl_c
 from penstock.rehearsal.network import Parcel
 from penstock.rehearsal.rank import InjectedError, RehearsedRank, Setting
 from penstock.rehearsal.rehearse import checked, limit_of, make_setting, plan_faults
@@ -40,7 +40,7 @@ from penstock.runtime.state.randomness import swap_holding
 from penstock.runtime.transport.base import Where, nowhere
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.watch import BEAT_SECONDS
-from penstock.runtime.transport.interrupts import CTRL_C, CtrlC
+from penstock.runtime.transport.interrupts import CtrlC
 from penstock.schedule import Costs, Op, Schedule
 
 Train = Callable[[int], Any]  # what a rank runs, given its number
@@ -140,10 +140,12 @@ class ProcessTime(VirtualTime):
     def __init__(self, seed: int, start: float = 0.0) -> None:
         super().__init__(seed, start)
         self.keyboards: dict[Task, Keyboard] = {}  # by the task that is a rank's main thread
+        self.is_switching = False  # whether nobody's code runs
 
     def wait(self, until: float = float("inf")) -> None:
         grad, generator, holding = torch.is_grad_enabled(), torch.get_rng_state(), swap_holding(None)
-        keyboard, ctrl_c = self.keyboards.get(self.current), CTRL_C.become(CtrlC())
+        self.is_switching = True
+        keyboard, ctrl_c = self.keyboards.get(self.current), swap_ctrl_c(vars(CtrlC()))
         torch._C._set_grad_enabled(True)
         try:
             super().wait(until)
@@ -151,7 +153,8 @@ class ProcessTime(VirtualTime):
             torch._C._set_grad_enabled(grad)
             torch.set_rng_state(generator)
             swap_holding(holding)
-            CTRL_C.become(ctrl_c)
+            swap_ctrl_c(ctrl_c)
+            self.is_switching = False
         if keyboard is not None:
             keyboard.look()
 
@@ -172,7 +175,7 @@ class _Attempt:
         for rank in ranks:
             rank.task = time.start(rank.rank, rank.live, -BEAT_SECONDS * draw.random())
         plan_faults(faults, ranks, time, setting.program)
-        generator, ctrl_c = torch.get_rng_state(), CTRL_C.become(CtrlC())
+        generator, ctrl_c = torch.get_rng_state(), swap_ctrl_c(vars(CtrlC()))
         try:
             time.run(lambda: not setting.unsettled, until)
             seconds = time.now
@@ -181,7 +184,7 @@ class _Attempt:
             sys.setprofile(None)
             self._end(time)
             torch.set_rng_state(generator)
-            CTRL_C.become(ctrl_c)
+            swap_ctrl_c(ctrl_c)
         return Attempt(
             tuple(rank.result for rank in ranks),
             tuple(rank.error for rank in ranks),
@@ -257,7 +260,7 @@ class TrainedRank(RehearsedRank):
         self._executor: Executor | None = None
         self._ways: dict[Channel, tuple[float, float]] = {}
         self.task: Task
-        self.keyboard = Keyboard(lambda: self._time.current is self.task)
+        self.keyboard = Keyboard(self._is_running)
         self.result: Any = None
         self.error: PenstockError | InjectedError | KeyboardInterrupt | None = None
 
@@ -266,7 +269,7 @@ class TrainedRank(RehearsedRank):
         time = self._time
         assert isinstance(time, ProcessTime)
         time.keyboards[self.task] = self.keyboard
-        CTRL_C.become(self.keyboard.ctrl_c)
+        swap_ctrl_c(self.keyboard.ctrl_c)
         REHEARSED.set(self._world)
         try:
             self.result = self._train(self.rank)
@@ -277,6 +280,10 @@ class TrainedRank(RehearsedRank):
         self._setting.network.close(self.rank)  # its process ends
         self.ended = True
         self._setting.unsettled.discard(self.rank)
+
+    def _is_running(self) -> bool:
+        assert isinstance(self._time, ProcessTime)
+        return self._time.current is self.task and not self._time.is_switching
 
     def press(self, lines: int) -> None:
         self.keyboard.press(lines)

@@ -143,11 +143,7 @@ class Executor:
         own: BaseException | None = None
         try:
             try:
-                if self.transport.holds_interrupts:
-                    CTRL_C.go("open")
-                if isinstance(step_input, Refused):
-                    raise step_input.error
-                self._run_program(prepared, step_input, report)
+                self._run_open(prepared, step_input, report)
             except PeerFailure as error:
                 failure = copy(error)  # without the frames that it came through, which hold tensors
             except MessageError as error:
@@ -157,10 +153,8 @@ class Executor:
             except BaseException as error:  # whatever it is, the peers must hear of it; it is raised with the reports
                 lost = self.replication.explain(error)
                 own, failure = error, self._describe(error) if lost is None else lost
-            if self.transport.holds_interrupts:
-                CTRL_C.go("close")
-                if CTRL_C.state is CUT:
-                    self.transport.abort(stopped_by_force(self.rank))
+            if self.transport.holds_interrupts and CTRL_C.state is CUT:
+                self.transport.abort(stopped_by_force(self.rank))
             return self._end(report, failure, own)
         finally:
             self._running = together
@@ -178,6 +172,19 @@ class Executor:
         self.run_by_handlers.clear()
         self._position, self._failed, self._ready, self._running = 0, None, False, True
         return prepared, report
+
+    def _run_open(self, prepared: PreparedProgram, step_input: StepInput | Refused, report: StepReport) -> None:
+        """Run the program where Ctrl-C is raised: it is closed before anything is made of what was raised."""
+        try:
+            if self.transport.holds_interrupts:
+                CTRL_C.go("open")
+            if isinstance(step_input, Refused):
+                raise step_input.error
+            self._run_program(prepared, step_input, report)
+        finally:
+            if self.transport.holds_interrupts:
+                CTRL_C.go("close")
+            del step_input  # an error that its own frame holds would keep the whole step alive
 
     def _run_program(self, prepared: PreparedProgram, step_input: StepInput, report: StepReport) -> None:
         """Everything of a step that may fail: the actions of the program one by one, and what they make together."""

@@ -180,12 +180,5 @@ class CtrlC:
             self.go(event)
             raise
 
-    def become(self, other: CtrlC) -> CtrlC:
-        """Be that of another process, as in a rehearsal, where ranks take turns; return what this one was."""
-        was = CtrlC()
-        vars(was).update(vars(self))
-        vars(self).update(vars(other))
-        return was
-
 
 CTRL_C = CtrlC()

@@ -57,10 +57,6 @@ class Case(NamedTuple):
         return attempt, lives
 
 
-class Ended(PenstockError):
-    """The user gives up, as every call is refused."""
-
-
 class Life:
     """What the script of one rank lives through."""
 
@@ -84,11 +80,9 @@ class Life:
                 self._go_on(pipe, optimizer)
                 pipe.settle()
                 is_done = True
-            except KeyboardInterrupt as error:
+            except (KeyboardInterrupt, PenstockError) as error:
                 self.errors.append(error)
-            except PenstockError as error:
-                self.errors.append(error)
-                if len(self.errors) > MOST_ERRORS:
+                if len(self.errors) > MOST_ERRORS or pipe.deployment.world.transport.broken or _is_final(error):
                     raise
         self.weights = [value.detach().clone() for value in pipe.parameters()]
         pipe.close()
@@ -113,6 +107,11 @@ class Life:
                 if self.counter.step > before:  # it is complete, whatever came at its end
                     optimizer.step()
                     optimizer.zero_grad()
+
+
+def _is_final(error: BaseException) -> bool:
+    """Whether an error asks for a checkpoint, without which there is no going on."""
+    return any("load a checkpoint" in text for text in (str(error), *getattr(error, "__notes__", ())))
 
 
 def batch_of(number: int) -> tuple[Tensor, Tensor]:
@@ -155,7 +154,8 @@ def faults_of(case: Case) -> list[str]:
 
 def _faults(case: Case, attempt: Attempt, lives: list[Life]) -> Iterator[str]:
     seconds, weights = undisturbed(case.family, case.ranks, case.clip)
-    struck = {fault.rank for fault in attempt.struck}
+    given_up = {rank for rank, life in enumerate(lives) if any(map(_is_final, life.errors))}
+    struck = {fault.rank for fault in attempt.struck} | given_up  # whose process has ended, in good order
     dead = {fault.rank for fault in attempt.struck if fault.kind == "die"}
     if attempt.hung:
         yield f"ranks {attempt.hung} hang"
@@ -171,7 +171,7 @@ def _faults(case: Case, attempt: Attempt, lives: list[Life]) -> Iterator[str]:
                 and (not isinstance(error, PeerFailure) and "have not completed the same number" not in str(error))
             ):
                 yield f"rank {rank} raised {error!r}"
-            if isinstance(error, KeyboardInterrupt) and rank not in struck:
+            if isinstance(error, KeyboardInterrupt) and rank not in {fault.rank for fault in attempt.struck}:
                 yield f"rank {rank} raised {error!r}"
     done = {rank for rank, life in enumerate(lives) if life.weights}
     refused = set(range(case.ranks)) - done - dead

@@ -55,8 +55,8 @@ class Keyboard:
 
     @property
     def is_pressed(self) -> bool:
-        """Whether a press is to be handed on as soon as the rank runs."""
-        return bool(self._lines) and self._lines[0] <= 0
+        """Whether a press is to be handed on now. In the user's own code it waits for the next call that ranks make."""
+        return bool(self._lines) and self._lines[0] <= 0 and self._handler is not signal.default_int_handler
 
     def look(self) -> None:
         """Hand on what is pressed, and begin to count lines for what will be; called as the rank goes on."""
@@ -89,7 +89,7 @@ class Keyboard:
             return self._trace if event != "call" or not self._lines else None
         if event == "line" and self._lines and self._is_running():
             self._lines[0] -= 1
-            if self._lines[0] <= 0:
+            if self.is_pressed:
                 self._lines.popleft()
                 if not self._lines:
                     sys.settrace(None)

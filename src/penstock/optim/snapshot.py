@@ -13,9 +13,10 @@ update that follows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import lru_cache
 from types import FunctionType, MemberDescriptorType, NoneType
 from typing import Any
 
@@ -113,14 +114,16 @@ class UpdateSnapshot:
 class WeightsSeen:
     """What one optimizer's parameters and state are before the user's code runs: `changed` finds what that writes to.
 
-    A parameter that is written to by its `data` keeps its version, but hardly its norm.
+    A parameter that is written to by its `data` keeps its version. So each row is multiplied by a vector of random
+    numbers, which no change of sign or order leaves as it was, and which costs less than a norm: it is read once, by
+    BLAS.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._plain = [each for each in parameters_of(optimizer) if type(each) in _PLAIN]
         self._places = [(each._version, each.data_ptr()) for each in self._plain]
-        self._norms, self._state = _norms(self._plain), self._current_state()
+        self._products, self._state = [_product(each) for each in self._plain], self._current_state()
 
     def changed(self) -> Tensor | str | None:
         """Return a parameter that was written to or given a gradient since; or words for what else was changed."""
@@ -129,8 +132,8 @@ class WeightsSeen:
                 return parameter
         if self._current_state() != self._state:
             return "the state of the optimizer, or a parameter group,"
-        for parameter, was, now in zip(self._plain, self._norms, _norms(self._plain), strict=True):
-            if was != now and (was == was or now == now):  # NaN is unlike itself
+        for parameter, product in zip(self._plain, self._products, strict=True):
+            if not torch.allclose(product, _product(parameter), rtol=0.0, atol=0.0, equal_nan=True):
                 return parameter
         return None
 
@@ -180,11 +183,23 @@ def _added(optimizer: torch.optim.Optimizer) -> Iterator[tuple[_Place, Any]]:
 
 
 @torch.no_grad()
-def _norms(parameters: Sequence[Tensor]) -> list[float]:
-    """Return the norm of each parameter."""
-    real = [torch.view_as_real(each) if each.is_complex() else each for each in parameters]
-    found = torch._foreach_norm(real) if real else ()
-    return [norm.item() for norm in found]
+def _product(parameter: Tensor) -> Tensor:
+    """Each row of a parameter times random numbers, and a copy of one that is a single row.
+
+    One with fewer than 32 bits is taken in float32: rounded to 8 bits, a product shows no small change.
+    """
+    values = parameter.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    values = values if values.itemsize >= 4 and values.is_floating_point() else values.float()
+    if values.dim() < 2:
+        return values.clone()
+    rows = values.flatten(1)
+    return rows @ _random(rows.shape[1], rows.dtype, rows.device)
+
+
+@lru_cache(maxsize=64)
+def _random(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.randn(length, dtype=dtype, generator=torch.Generator().manual_seed(0)).to(device)
 
 
 def _flat(value: Any) -> tuple[list[Any], Any]:

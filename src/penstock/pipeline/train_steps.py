@@ -103,6 +103,7 @@ class StepLoop:
         self._done: deque[TrainedStep] = deque()
         self._right = TRUST  # guesses in a row
         self._number = 0
+        self._interrupt: BaseException | None = None  # what ended a step that is to be run again
         self._proved: dict[int, Schedule] = {}  # programs whose adjacent steps are proved, by their identity
 
     def run(self, batches: Iterable[Any]) -> Iterator[TrainedStep]:
@@ -115,9 +116,11 @@ class StepLoop:
                 together = self._why_together()
                 if together:
                     self.settle()
+                    yield from self._results()
                     self._step_together(call, together)
                 else:
-                    self._step(call)
+                    while not self._step(call):  # as the update after the step before is right only now
+                        yield from self._results()
                 self._number += 1
                 yield from self._results()
             self._end()
@@ -209,30 +212,29 @@ class StepLoop:
 
     # -- steps that overlap
 
-    def _step(self, call: Call) -> None:
-        """One step on this rank, whose errors name it."""
+    def _step(self, call: Call) -> bool:
+        """Update after the step before, and run one step on this rank; errors name it.
+
+        Returns whether it counts: it does not where it ran on weights that were updated wrongly. Then they are right
+        now, and it is to be run again, or refused if Ctrl-C has ended it.
+        """
+        ranks, before = self._parts.deployment.ranks, self._uncollected
         try:
-            self._step_or_twice(call)
+            with ranks.in_call(self._weights.updates.call, in_loop=True):
+                try:
+                    refused, self._interrupt = self._interrupt, None
+                    self._run_and_report(call, refused if before is None else self._update_early(before))
+                except Abandoned as abandoned:
+                    self._interrupt = abandoned.interrupt
+                    assert before is not None
+                    ranks.reset()  # what the abandoned run left behind, if it failed
+                    self._leave(before, abandoned)
+                    self._weights.settle(before)
+                    return False
         except BaseException as error:
             name_step(error, self._number)
             raise
-
-    def _step_or_twice(self, call: Call) -> None:
-        """Update after the step before, and run one; once more where it ran on weights that were updated wrongly."""
-        ranks, before = self._parts.deployment.ranks, self._uncollected
-        interrupt: BaseException | None = None
-        with ranks.in_call(self._weights.updates.call, in_loop=True):
-            try:
-                self._run_and_report(call, None if before is None else self._update_early(before))
-                return
-            except Abandoned as abandoned:
-                interrupt = abandoned.interrupt
-                assert before is not None
-                ranks.reset()  # what the abandoned run left behind, if it failed
-                self._leave(before, abandoned)
-                self._weights.settle(before)
-        with ranks.in_call(self._weights.updates.call, in_loop=True):
-            self._run_and_report(call, interrupt)
+        return True
 
     def _update_early(self, step: UncollectedStep) -> BaseException | None:
         """Update the weights after a step whose reports are not collected yet; returns why the next one must fail.

@@ -470,7 +470,7 @@ def interrupted_while_abandoned() -> tuple[str, list[str]]:
             except (KeyboardInterrupt, PenstockError) as error:
                 raised, done = raised + type(error).__name__, pipe.deployment.counter.step
         made.append(made[0] | {"state": state_of(pipe, optimizer)})
-    assert losses == {number: made[0]["losses"][number] for number in (0, 1, 3, 4, 5)}
+    assert losses == dict(enumerate(made[0]["losses"]))
     return raised, differences(*made)
 
 
@@ -805,16 +805,17 @@ def test_a_rank_begins_the_next_step_while_another_is_in_the_last(seen):
 
 def test_a_wrong_update_is_taken_back_once_and_then_updates_wait(seen):
     """Ten steps, clipped in the third. The first ends together; the updates of the second, of the third (wrong) and,
-    after four that have waited, of the last three are made early. Rank 0 may know that some of these are right.
+    after four that have waited, of two of the last three are made early: the last waits for the end of the loop. Rank 0
+    may know that some of these are right.
     """
     (taken, back), others = (rank["corrections"] for rank in seen)
-    assert 1 <= taken <= 2 + 3
+    assert taken <= 2 + 2
     assert back == 1
-    assert others == (2 + 3, 1)
+    assert others == (2 + 2, 1)
 
 
 def test_the_rank_that_ends_last_knows_all_reports_and_takes_no_snapshot(seen):
-    assert [rank["ends last"] for rank in seen] == [(0, []), (STEPS - 1, [])]
+    assert [rank["ends last"] for rank in seen] == [(0, []), (STEPS - 2, [])]
 
 
 def test_an_evaluation_inside_of_the_loop_sees_the_right_weights(seen):
@@ -925,7 +926,7 @@ def test_ctrl_c_in_the_update_of_one_rank_is_told_to_all_in_the_next_step(seen):
     _, whole = seen[0]["interrupted in update"]
     for own, other in zip(seen[1]["interrupted on one"], seen[0]["interrupted on one"], strict=True):
         assert own[0].startswith("KeyboardInterrupt: ")
-        assert other[0].startswith("PeerFailure: rank 1 failed: KeyboardInterrupt: ")
+        assert other[0].startswith("PeerFailure: rank 1 failed (stage 1, action 1RECV_F0, microbatch 0): KeyboardInterrupt: ")
         for said, refused, after in (own, other):
             assert "in step 3 of train_steps(), counted from 0; it is undone on every rank" in said
             assert not refused
@@ -940,7 +941,7 @@ def test_ctrl_c_in_the_last_update_before_a_break_is_raised_in_the_next_call_on_
     (_, said), (_, others) = [rank["interrupted before a break"] for rank in seen]
     assert [rank["interrupted before a break"][0] for rank in seen] == ["nothing", "nothing"]
     assert said == "KeyboardInterrupt: "
-    assert others.startswith("PeerFailure: rank 0 failed: KeyboardInterrupt: ")
+    assert others.startswith("PeerFailure: rank 0 failed (stage 0, action 0F0, microbatch 0): KeyboardInterrupt: ")
 
 
 def test_a_rank_that_is_stopped_by_force_in_its_update_gives_the_group_up(seen):

@@ -248,7 +248,7 @@ class StepLoop:
             return weights.failed
         depends = weights.updates.depends_on_all
         is_right = depends and self._is_known_to_be_as_is(step)
-        step.can_be_undone &= depends and not is_right
+        step.can_be_undone &= not is_right
         refused = weights.changed_in_body()
         weights.update_early(step.number, may_be_wrong=depends and not is_right)
         step.is_updated = True
@@ -256,13 +256,13 @@ class StepLoop:
 
     def _run_and_report(self, call: Call, refused: BaseException | None) -> None:
         """Run a step, and where the last guess was wrong wait for all reports, to update the weights by them."""
-        had_gradients = self._has_gradients()
-        waits = self._weights.updates.depends_on_all and self._right < TRUST
+        depends, had_gradients = self._weights.updates.depends_on_all, self._has_gradients()
+        waits = depends and self._right < TRUST
         mine = self._run(call, waits, refused)
         if waits:
             self._weights.update_with_all(mine.number, mine.decision)
             return
-        mine.can_be_undone = not had_gradients
+        mine.can_be_undone = depends and not had_gradients
         self._uncollected = mine
         if mine.ended.failure is None:
             self._weights.set_aside()

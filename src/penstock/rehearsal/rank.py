@@ -237,7 +237,7 @@ class RehearsedRank:
                 self._time.wait(until)
 
     def press(self, lines: int) -> None:
-        """Press Ctrl-C on this rank; `rehearse` has none, see `checked`."""
+        """Press Ctrl-C, where this rank runs a script."""
 
     def _recover(self, factor: float) -> None:
         self.factor /= factor

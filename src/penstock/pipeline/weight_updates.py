@@ -36,7 +36,7 @@ class WeightUpdates:
     def __init__(self, deployment: Deployment, state: ModelState, updates: Updates) -> None:
         self._deployment, self._state, self.updates = deployment, state, updates
         self._snapshot = UpdateSnapshot(updates.optimizer, updates.scheduler)
-        self._aside: list[tuple[nn.Parameter, Tensor | None]] = []  # gradients of a step that the update is to follow
+        self._aside: list[tuple[Tensor, Tensor | None]] = []  # gradients of a step that the update is to follow
         self._before_body: WeightsSeen | None = None
 
     @property

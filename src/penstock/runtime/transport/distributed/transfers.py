@@ -36,6 +36,8 @@ SLACK_SECONDS = (
     10.0  # gloo's own timeout comes this much later than ours: it is the last resort, where the watch ends nothing
 )
 
+SEND_SLACK_SECONDS = 4.0  # for a message that its receiver takes soon: nothing but this ends such a wait
+
 GOODBYE_TIME = timedelta(seconds=1)  # in which the end of a peer's process closes its connections
 
 _HERE = torch.ones(1, dtype=torch.uint8)
@@ -61,7 +63,7 @@ class BackendTransfers:
         self._now = watch.clock.now
         self._timeout = timeout
         self.give_way: Callable[[], object] = lambda: None  # to gloo's threads, where they are held back
-        self._short = timedelta(seconds=timeout + SLACK_SECONDS)
+        self._short = timedelta(seconds=timeout + SEND_SLACK_SECONDS)
         self._of_a_receive = timedelta(
             seconds=timeout + SLACK_SECONDS + LONGEST_SECONDS
         )  # as long as other ranks go on
@@ -152,8 +154,8 @@ class BackendTransfers:
     ) -> None:
         """Wait for one operation; the watch sees for whom, and ends the wait if that is hopeless.
 
-        The watch cannot end the wait for what has begun to come, or to leave (`is_short`); gloo's own limit then is ten
-        seconds after ours.
+        The watch cannot end the wait for what has begun to come, or to leave (`is_short`); gloo's own limit then is
+        some seconds after ours, by which time the watch has mostly found out who is silent.
         """
         watch = self.watch
         watch.waiting = waiting = self._waiting(peer, channel, microbatch)

@@ -926,7 +926,7 @@ def test_ctrl_c_in_the_update_of_one_rank_is_told_to_all_in_the_next_step(seen):
     _, whole = seen[0]["interrupted in update"]
     for own, other in zip(seen[1]["interrupted on one"], seen[0]["interrupted on one"], strict=True):
         assert own[0].startswith("KeyboardInterrupt: ")
-        assert other[0].startswith("PeerFailure: rank 1 failed (stage 1, action 1RECV_F0, microbatch 0): KeyboardInterrupt: ")
+        assert other[0].startswith("PeerFailure: rank 1 failed (stage 1, action 1RECV_F0, microbatch 0): KeyboardInt")
         for said, refused, after in (own, other):
             assert "in step 3 of train_steps(), counted from 0; it is undone on every rank" in said
             assert not refused

@@ -1,7 +1,7 @@
 """`Pipeline.train_steps`: steps that overlap, because no rank waits for the others between two of them.
 
 A call of `step` ends on all ranks together, so that every step pays for filling and draining the pipeline. Here a rank
-updates its own weights as soon as its own work is done, and begins the next step::
+goes on to the next step, and updates its own weights before it, as soon as its own work is done::
 
     step()         rank 0  F F B B . . | u F F B B . . |      |: all ranks meet    u: update
                    rank 1  . . F F B B | u . . F F B B |
@@ -10,14 +10,18 @@ updates its own weights as soon as its own work is done, and begins the next ste
 
 At the end of a step a rank *posts* its report (losses, failure, its part of the gradients' norm) and collects the
 reports of the others at the end of the step after it (`EndedStep`). So it is at most one step ahead, and a result comes
-one step late. Messages of two steps never mix: each channel keeps its order and each message says its step.
+one step late. The update after a step is made when the next one begins, and the body of the loop runs before that: it
+sees the weights, the optimizer and the learning rate that the plain loop's body sees with that result, and none of them
+is taken back later. In the diagram, the body runs before each `u`. Messages of two steps never mix: each channel keeps
+its order and each message says its step.
 
 *Updates that depend on all ranks.* The norm of all gradients is known when the last rank is done, and a rank that
 waited for it would wait for everybody. Instead it keeps a snapshot of what the update changes, and updates as if the
 norm were finite and below the limit, which is nearly always so. When it collects the reports it knows better, and so
 does every other rank, from the same numbers: if the update was wrong, all of them undo the step that they have just
-run, take the update back, make the right one, and run the step again. The result is the same to the last bit; a wrong
-guess costs one step. After one, updates wait for the reports until `TRUST` of them in a row would have been right.
+run, take the update back, make the right one, run the body, and run the step again. The result is the same to the last
+bit; a wrong guess costs one step. After one, updates wait for the reports until `TRUST` of them in a row would have
+been right.
 
 The rank that the next step waits for, that of the first stage, is mostly the last to end a step. Where the reports of
 all others are with it by then, it need not guess, and keeps no snapshot; the others keep theirs while they would wait
@@ -27,17 +31,16 @@ for its first message.
 take in that step may be in the next one by then, so the rank that failed also goes through the next step without
 computing, and all collect the report of the failure at its end. Ranks that had finished the step have updated their
 weights; they undo both steps and take the update back. Where there is no snapshot (of updates that depend on nobody)
-they cannot; the error says so. An optimizer that fails is a failure of the next step, where the others hear of it, or,
-after the last step, of the meeting that ends the loop.
+they cannot; the error says so. An optimizer that fails is a failure of the step that begins then, or, after the last
+step, of the meeting that ends the loop.
 
 *Replicas.* At the end of a step a rank meets its copies in the other replicas (`Replication.meet`): they wait for the
 sums of their gradients anyway. What it reports to its own pipeline is what all copies have found, a failure or a loss
 among it, so that the reports of every pipeline say the same, and all of them take the same update back.
 
-*Ctrl-C.* What comes between the report and the end of the update waits for that, so that a step is complete with its
-update or not at all, and then for the next step, in which the others are told; a second one does not wait, and then
-this rank counts as one that has not completed the step, which the others notice in the next one. One that ends a wait
-for reports leaves these to be collected later.
+*Ctrl-C.* It ends a step while the program of one runs, and is held until then (`interrupts`), so that an update is
+complete or not begun, and the others hear why this rank leaves. A second one that does not wait gives the group up. One
+that ends a wait of `settle` leaves the reports to be collected later.
 
 *Where steps end together all the same*, with the same results: on threads, which share one optimizer; with tied weights
 across ranks, and sharded or spread parameters, whose gradients are exchanged when a step ends; with loss scaling; where

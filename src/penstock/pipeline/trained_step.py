@@ -31,9 +31,9 @@ class TrainedStep(StepResult):
         output: Always `None`; for outputs, use `step`.
         norm: The norm of all gradients before clipping, if `clip` or `skip_nonfinite` asked for it.
         updated: Whether the weights were updated.
-        steps_done: How many steps of this loop the rank has run when the result comes. After `settle`, which
-            `Checkpointer.save` and all other calls that every rank makes do by themselves, the weights are those
-            after so many steps: one more than the result's own where steps overlap.
+        steps_done: How many steps of this loop the rank has run when the result comes: one more than the result's own
+            where steps overlap. The weights are those after the result's step; after `settle`, which
+            `Checkpointer.save` and all other calls that every rank makes do by themselves, after so many steps.
         together: Why all ranks ended this step together, such as `"record()"`; empty if it overlapped with others.
     """
 

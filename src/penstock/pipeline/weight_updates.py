@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.errors import PeerFailure, UsageError
 from penstock.group.agreement import agree

@@ -7,7 +7,7 @@ Each has a text form, the same in Python and on the command line:
     stall 3 at 3B2 for 40       its computation stands still, and the rest of the process lives
     slow 3 at 10 by 2.5 for 5   its computations take that many times as long
     fail 3 at 3F7               its computation raises an error
-    interrupt 3 at 12 after 40  Ctrl-C, so many lines of the library's code after that time (only where you train)
+    interrupt 3 at 12 after 40  Ctrl-C, so many lines of the library's code after that time (in training)
     lose 2SEND_F4               the message never comes
     duplicate 2SEND_F4          it comes twice
     reorder 2SEND_F4            the next message of its channel overtakes it

@@ -202,7 +202,7 @@ class Store:
         self.requests += 1
         self._free_at = max(self._free_at, time.now) + keys * STORE_SERVICE
         time.sleep(self._free_at + STORE_LATENCY - time.now)
-        while host is not None and time.is_stopped(host):
+        while host is not None and (host in self._network.closed or time.is_stopped(host)):
             if host in self._network.closed:
                 raise RuntimeError("the store has gone with its host")
             time.sleep(0.1)

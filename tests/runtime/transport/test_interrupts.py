@@ -138,9 +138,14 @@ def test_one_that_is_owed_is_raised_before_the_first_action_of_the_next_step_or_
 
 def test_one_that_comes_by_force_gives_the_group_up() -> None:
     given_up = []
-    with pytest.raises(KeyboardInterrupt), CTRL_C.around_step(give_up=lambda: given_up.append(True)):
-        ctrl_c()  # as the step is prepared: the others could not be told
-        ctrl_c()
+
+    def step() -> None:
+        with CTRL_C.around_step(give_up=lambda: given_up.append(True)):
+            ctrl_c()  # as the step is prepared: the others could not be told
+            ctrl_c()
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
     assert given_up == [True]
 
 

@@ -72,7 +72,7 @@ from penstock.pipeline.trained_step import (
 from penstock.pipeline.weight_updates import WeightUpdates
 from penstock.runtime.engine.report import EndedStep, StepReport, StepResult, all_replicas, result_of
 from penstock.runtime.engine.step_input import Refused
-from penstock.runtime.transport.interrupts import CTRL_C
+from penstock.runtime.transport.interrupts import CTRL_C, CUT
 from penstock.schedule import Schedule, verify
 
 TRUST = 4  # right guesses in a row, after a wrong one, before updates are made early again
@@ -345,7 +345,7 @@ class StepLoop:
         try:
             self._read(before)
         except BaseException as error:  # raised again, once this step is undone
-            if isinstance(error, KeyboardInterrupt) and not before.ended.told:
+            if isinstance(error, KeyboardInterrupt) and (CTRL_C.state is CUT or not before.ended.told):
                 raise
             self._explain(error, before, runs)
             error.__cause__ = error.__cause__ or (self._weights.failed and self._weights.failed.__cause__)

@@ -35,6 +35,7 @@ planner/plans.py
 planner/price.py
 planner/profile.py
 planner/text.py
+rehearsal/keyboard.py
 rehearsal/network.py
 rehearsal/rank.py
 rehearsal/stage.py

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.optim.snapshot import UpdateSnapshot, has_all
+from penstock.optim.snapshot import UpdateSnapshot, WeightsSeen, has_all
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -162,51 +162,22 @@ def test_a_snapshot_allocates_nothing_after_the_first():
     assert kept[1] == kept[2]
 
 
-@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["a number", "a tensor"])
-def test_options_that_the_user_sets_after_the_update_stay_set(rate):
+def test_a_parameter_that_is_written_to_before_its_update_is_found():
     run = Run("adamw")
-    (group,) = run.optimizer.param_groups
-    group["lr"] = rate
-    snapshot = UpdateSnapshot(run.optimizer, run.rate)
-    run.backward()
-    snapshot.take()
-    run.update()
-    snapshot.updated()
-    if isinstance(rate, Tensor):
-        group["lr"].fill_(0.7)
-    else:
-        group["lr"] = 0.7
-    with snapshot.again():
-        assert float(group["lr"]) == pytest.approx(0.1)
-        run.update(0.25)
-        assert float(group["lr"]) == pytest.approx(0.05)  # by the scheduler
-    assert float(group["lr"]) == pytest.approx(0.7)
-    assert group["betas"] == (0.9, 0.999)
-    snapshot.put_back()
-    assert float(group["lr"]) == pytest.approx(0.7)
-
-
-def test_a_parameter_that_is_written_to_after_the_update_is_found():
-    run = Run("adamw")
-    snapshot = UpdateSnapshot(run.optimizer)
-    run.backward()
-    snapshot.take()
-    run.update()
-    snapshot.updated()
-    assert snapshot.changed(thoroughly=True) is None
+    seen = WeightsSeen(run.optimizer)
+    assert seen.changed() is None
     run.model.bias.data[0] += 1
-    assert snapshot.changed() is None
-    assert snapshot.changed(thoroughly=True) is run.model.bias
+    assert seen.changed() is run.model.bias
     with torch.no_grad():
         run.model.weight += 1
-    assert snapshot.changed() is run.model.weight
-    snapshot.updated()
-    assert snapshot.changed(thoroughly=True) is None
+    assert seen.changed() is run.model.weight
+    seen = WeightsSeen(run.optimizer)
+    assert seen.changed() is None
     run.model.weight.grad = torch.zeros_like(run.model.weight)
-    assert snapshot.changed() is run.model.weight
+    assert seen.changed() is run.model.weight
     run.model.weight.grad = None
     run.model.bias.data = run.model.bias.data.clone()
-    assert snapshot.changed() is run.model.bias
+    assert seen.changed() is run.model.bias
 
 
 WRITES: dict[str, Any] = {
@@ -228,18 +199,16 @@ def test_a_write_by_its_data_that_keeps_the_norm_of_a_parameter_is_found(write, 
     bias = nn.Parameter(torch.randn(8, generator=torch.Generator().manual_seed(1)).to(dtype))
     if write == "beside a row of NaN":
         table.data[0, 3] = bias.data[0] = torch.nan
-    snapshot = UpdateSnapshot(torch.optim.SGD([bias, table], lr=0.1))
-    snapshot.take()
-    snapshot.updated()
+    optimizer = torch.optim.SGD([bias, table], lr=0.1)
     drawn = torch.get_rng_state()
-    assert snapshot.changed(thoroughly=True) is None
+    seen = WeightsSeen(optimizer)
+    assert seen.changed() is None
     assert torch.equal(torch.get_rng_state(), drawn)
     WRITES[write](table.data)
-    assert snapshot.changed() is None
-    assert snapshot.changed(thoroughly=True) is table
-    snapshot.updated()
+    assert seen.changed() is table
+    seen = WeightsSeen(optimizer)
     bias.data[1:] = bias.data[1:].flip(0)
-    assert snapshot.changed(thoroughly=True) is bias
+    assert seen.changed() is bias
 
 
 ADAM = [
@@ -296,32 +265,30 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_state_or_groups_that_are_changed_after_the_update_are_found(change):
+def test_state_or_groups_that_are_changed_before_an_update_are_found(change):
     """They were put back in silence with the update, and an added group ended in an error of zip()."""
     run = Run("adamw")
-    snapshot = UpdateSnapshot(run.optimizer)
     for _ in range(2):
         run.backward()
-        snapshot.take()
         run.update()
-        snapshot.updated()
+    for parameter in run.model.parameters():
+        parameter.grad = None
+    seen = WeightsSeen(run.optimizer)
     run.optimizer.state_dict()
     stranger = nn.Parameter(torch.zeros(1))
     assert run.optimizer.state[stranger] == {}  # looking makes an entry
-    assert snapshot.changed(thoroughly=True) is None
+    assert seen.changed() is None
     del run.optimizer.state[stranger]
     CHANGES[change](run.optimizer)
-    assert snapshot.changed() == "the state of the optimizer, or a parameter group,"
+    assert seen.changed() == "the state of the optimizer, or a parameter group,"
 
 
 def test_a_row_of_a_16_bit_parameter_that_is_zeroed_by_its_data_is_found():
     """In bfloat16 the norm of 512 rows is the same number with one of them zeroed."""
     table = nn.Parameter(torch.linspace(-1, 1, 512 * 64).reshape(512, 64).bfloat16())
-    snapshot = UpdateSnapshot(torch.optim.SGD([table], lr=0.1))
-    snapshot.take()
-    snapshot.updated()
-    assert snapshot.changed(thoroughly=True) is None
+    seen = WeightsSeen(torch.optim.SGD([table], lr=0.1))
+    assert seen.changed() is None
     before = table.detach().norm()
     table.data[300] = 0
     assert table.detach().norm() == before
-    assert snapshot.changed(thoroughly=True) is table
+    assert seen.changed() is table

@@ -470,7 +470,7 @@ def interrupted_while_abandoned() -> tuple[str, list[str]]:
             except (KeyboardInterrupt, PenstockError) as error:
                 raised, done = raised + type(error).__name__, pipe.deployment.counter.step
         made.append(made[0] | {"state": state_of(pipe, optimizer)})
-    assert losses == {number: made[0]["losses"][number] for number in (0, 1, 3, 4, 5)}
+    assert losses == dict(enumerate(made[0]["losses"]))
     return raised, differences(*made)
 
 
@@ -489,12 +489,9 @@ class Pressing(torch.optim.SGD):
 
 
 def interrupted_in_update(
-    presses: list[int], transport: str = "shared", in_step: int = 3, leaves: bool = False
+    presses: list[int], transport: str = "shared", in_step: int = 3
 ) -> tuple[str, str, list[float]]:
-    """Ctrl-C between the report of a step and its update; then another loop, and what it says.
-
-    A rank that `leaves` does so in the body after that step, where it has no Ctrl-C.
-    """
+    """Ctrl-C between the report of a step and its update; then another loop, and what it says."""
     said = "nothing"
     with pipeline("1f1b", transport=transport) as pipe:
         optimizer = Pressing(pipe.parameters(), lr=0.1)
@@ -503,8 +500,7 @@ def interrupted_in_update(
         begun = time.monotonic()
         try:
             for _ in pipe.train_steps(data, optimizer):
-                if leaves and optimizer.done == in_step:
-                    break
+                pass
         except (KeyboardInterrupt, PenstockError) as error:
             said = f"{type(error).__name__}: {error} {' '.join(getattr(error, '__notes__', ()))}"
         assert time.monotonic() - begun < TIMEOUT / 2
@@ -682,26 +678,33 @@ def going_on() -> list[float]:
         return [result.loss.item() for result in pipe.train_steps(batches(QUIET), optimizer, clip=2.0)]
 
 
-def with_own_rates() -> tuple[list[str], int]:
-    """The loop's body sets the learning rate; by hand, it is set where the same number of updates was made."""
-    scales, made, rates = [1.0, 1.0, 1.0, 40.0, 1.0, 1.0], [], {}
-    with pipeline("1f1b", transport="shared") as pipe:
-        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
-        for number, result in enumerate(pipe.train_steps(batches(scales), optimizer, clip=LIMIT)):
-            optimizer.param_groups[0]["lr"] = rates[result.steps_done] = 0.01 / (2 + number)
-        made.append(state_of(pipe, optimizer))
-    with pipeline("1f1b", transport="shared") as pipe:
-        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
-        for number, (x, y) in enumerate(batches(scales)):
-            optimizer.param_groups[0]["lr"] = rates.get(number, optimizer.param_groups[0]["lr"])
-            pipe.step(x, target=y)
-            pipe.clip_grad_norm_(LIMIT)
-            optimizer.step()
-            pipe.zero_grad()
-        optimizer.param_groups[0]["lr"] = rates[len(scales)]
-        made.append(state_of(pipe, optimizer))
+def with_a_body(clip: float) -> tuple[list[str], int]:
+    """The body of either loop sets the learning rate, and keeps a mean of the weights that it sees."""
+    scales, made, bodies = [1.0, 1.0, 1.0, 40.0, 1.0, 1.0, 30.0], [], 0
+
+    def body(number: int) -> None:
+        optimizer.param_groups[0]["lr"] = 0.01 / (2 + number)
+        mean.update_parameters(own)
+
+    for by_hand in (False, True):
+        with pipeline("1f1b", transport="shared") as pipe:
+            optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+            own = nn.ParameterList(pipe.parameters())
+            mean = torch.optim.swa_utils.AveragedModel(own, avg_fn=lambda mean, value, _: 0.5 * mean + 0.5 * value)
+            if by_hand:
+                for number, (x, y) in enumerate(batches(scales)):
+                    pipe.step(x, target=y)
+                    pipe.clip_grad_norm_(clip)
+                    optimizer.step()
+                    pipe.zero_grad()
+                    body(number)
+            else:
+                for number, result in enumerate(pipe.train_steps(batches(scales), optimizer, clip=clip)):
+                    bodies += not result.together
+                    body(number)
+            made.append([*state_of(pipe, optimizer), *mean.parameters()])
     same = {"losses": [], "norms": [], "updated": []}
-    return differences(same | {"state": made[0]}, same | {"state": made[1]}), len(rates)
+    return differences(same | {"state": made[0]}, same | {"state": made[1]}), bodies
 
 
 def changing_weights(way: str) -> str:
@@ -757,7 +760,7 @@ CHANGES = "in place", "by its data", "its gradient", "on rank 1", "after settle(
 
 def scenarios(folder: str) -> dict[str, Any]:
     return {
-        "own rates": with_own_rates(),
+        "body": [with_a_body(clip) for clip in (LIMIT, 2.0, 1e9)],
         "hook": with_hook(),
         "changing": {way: changing_weights(way) for way in CHANGES},
         "ahead": [ahead(transport) for transport in ON_PROCESSES],
@@ -770,7 +773,6 @@ def scenarios(folder: str) -> dict[str, Any]:
         "taken back": failed_and_taken_back(),
         "interrupted while abandoned": interrupted_while_abandoned(),
         "interrupted in update": (interrupted_in_update([1, 1]), undisturbed()),
-        "interrupted in half an update": interrupted_in_update([2, 0], leaves=True),
         "interrupted on one": [interrupted_in_update([0, 1], transport) for transport in ON_PROCESSES],
         "interrupted on one in its last update": interrupted_in_update([0, 1], in_step=STEPS),
         "interrupted before a break": given_up_after(3),
@@ -787,6 +789,7 @@ def scenarios(folder: str) -> dict[str, Any]:
         "tied": tied(),
         "ragged": ragged(),
         "leaving": (leaving(), going_on()),
+        "interrupted in half an update": interrupted_in_update([2, 0]),  # the last: the group is given up
     }
 
 
@@ -802,16 +805,17 @@ def test_a_rank_begins_the_next_step_while_another_is_in_the_last(seen):
 
 def test_a_wrong_update_is_taken_back_once_and_then_updates_wait(seen):
     """Ten steps, clipped in the third. The first ends together; the updates of the second, of the third (wrong) and,
-    after four that have waited, of the last three are made early. Rank 0 may know that some of these are right.
+    after four that have waited, of two of the last three are made early: the last waits for the end of the loop. Rank 0
+    may know that some of these are right.
     """
     (taken, back), others = (rank["corrections"] for rank in seen)
-    assert 1 <= taken <= 2 + 3
+    assert taken <= 2 + 2
     assert back == 1
-    assert others == (2 + 3, 1)
+    assert others == (2 + 2, 1)
 
 
 def test_the_rank_that_ends_last_knows_all_reports_and_takes_no_snapshot(seen):
-    assert [rank["ends last"] for rank in seen] == [(0, []), (STEPS - 1, [])]
+    assert [rank["ends last"] for rank in seen] == [(0, []), (STEPS - 2, [])]
 
 
 def test_an_evaluation_inside_of_the_loop_sees_the_right_weights(seen):
@@ -870,12 +874,13 @@ def test_an_update_that_failed_and_is_taken_back_is_made_right_and_counted_once(
         assert after_a_failure == right
 
 
-def test_a_learning_rate_that_the_body_sets_outlives_an_update_that_is_taken_back(seen):
-    """It was put back with the update, to what it had been before: a wrong rate from there on, and no word of it."""
+def test_the_body_sees_the_weights_and_sets_the_learning_rate_as_in_the_plain_loop(seen):
+    """It saw an update that was taken back later: an average of weights was off by 0.001 to 0.008 in silence. And a
+    rate that it set was for the update after the next.
+    """
     for rank in seen:
-        found, set_at = rank["own rates"]
-        assert found == []
-        assert set_at >= 4
+        assert [found for found, _ in rank["body"]] == [[], [], []]
+        assert rank["body"][-1][1] == 6  # all but the first overlap
 
 
 def test_updates_that_no_snapshot_has_all_of_end_together(seen):
@@ -921,7 +926,7 @@ def test_ctrl_c_in_the_update_of_one_rank_is_told_to_all_in_the_next_step(seen):
     _, whole = seen[0]["interrupted in update"]
     for own, other in zip(seen[1]["interrupted on one"], seen[0]["interrupted on one"], strict=True):
         assert own[0].startswith("KeyboardInterrupt: ")
-        assert other[0].startswith("PeerFailure: rank 1 failed: KeyboardInterrupt: ")
+        assert other[0].startswith("PeerFailure: rank 1 failed (stage 1, action 1RECV_F0, microbatch 0): KeyboardInt")
         for said, refused, after in (own, other):
             assert "in step 3 of train_steps(), counted from 0; it is undone on every rank" in said
             assert not refused
@@ -936,16 +941,16 @@ def test_ctrl_c_in_the_last_update_before_a_break_is_raised_in_the_next_call_on_
     (_, said), (_, others) = [rank["interrupted before a break"] for rank in seen]
     assert [rank["interrupted before a break"][0] for rank in seen] == ["nothing", "nothing"]
     assert said == "KeyboardInterrupt: "
-    assert others.startswith("PeerFailure: rank 0 failed: KeyboardInterrupt: ")
+    assert others.startswith("PeerFailure: rank 0 failed (stage 0, action 0F0, microbatch 0): KeyboardInterrupt: ")
 
 
-def test_a_rank_that_was_stopped_in_its_update_is_noticed_in_the_next_step(seen):
+def test_a_rank_that_is_stopped_by_force_in_its_update_gives_the_group_up(seen):
     """The second Ctrl-C does not wait: rank 0 has updated nothing, rank 1 has."""
-    stopped = "KeyboardInterrupt:  in step 2 of train_steps(), counted from 0"
-    assert [rank["interrupted in half an update"][0] for rank in seen] == [stopped, "nothing"]
+    said = [rank["interrupted in half an update"][0] for rank in seen]
+    assert said[0].startswith("KeyboardInterrupt: ")
+    assert said[1].startswith("PeerFailure: rank 0 failed: KeyboardInterrupt: Ctrl-C, again,")
     for rank in seen:
-        _, refused, _ = rank["interrupted in half an update"]
-        assert "not completed the same number of steps (rank 0: 2, rank 1: 3)" in refused
+        assert "the group must be rebuilt" in rank["interrupted in half an update"][1]
 
 
 def test_ctrl_c_in_the_wait_for_reports_leaves_them_to_be_collected_later(seen):

@@ -5,17 +5,15 @@ optimizer, the gradients (some kernels of torch write to them) and the scheduler
 made from exactly what there was, with the random numbers that the wrong one drew. The copies are kept from one step to
 the next, so that after the first one a snapshot allocates nothing.
 
-Between the update and the moment when it is taken back the user's code runs. Options that it has set (a learning rate)
-stay set. Parameters that it has written to, groups that it has added and momenta that it has reset cannot be put back
-and keep that: `changed` finds them.
-
-A parameter that is written to by its `data` keeps its version. So each row is multiplied by a vector of random numbers,
-which no change of sign or order leaves as it was, and which costs less than a norm: it is read once, by BLAS.
+The user's code does not run between the update and the moment when it is taken back, but before it: while a step's
+gradients wait for their update. Parameters that it writes to then, groups that it adds and momenta that it resets would
+not be those that the gradients belong to: `WeightsSeen` finds them. Options that it sets (a learning rate) are for the
+update that follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import lru_cache
@@ -48,17 +46,12 @@ class UpdateSnapshot:
         self._groups: list[dict[str, Any]] = []
         self._schedule: Any = None
         self._generator: Tensor | None = None
-        self._after: list[dict[str, Any]] = []  # the options after the update
-        # with their versions, places and gradients after the update: none, unless it has failed
-        self._parameters: list[tuple[Tensor, int, int, Tensor | None]] = []
-        self._state_after: dict[Any, Any] = {}  # what the state and the groups are made of after the update
-        self._products: list[Tensor] = []  # of the parameters after the update, by which writes to `data` are found
 
     @torch.no_grad()
     def take(self) -> None:
         """Remember what is there now."""
         optimizer, before = self._optimizer, self._copies
-        self._copies, self._after, self._parameters = {}, [], []
+        self._copies = {}
         parameters = list(parameters_of(optimizer))
         self._gradients = [(parameter, parameter.grad) for parameter in parameters]
         self._states = [(key, *_flat(state)) for key, state in optimizer.state.items()]
@@ -70,59 +63,9 @@ class UpdateSnapshot:
         options = (each for group in optimizer.param_groups for _, each in _options(group) if isinstance(each, Tensor))
         for tensor in (*parameters, *gradients, *inside, *options):
             self._keep(tensor, before)
-        self._groups = self._current_options(_kept)
+        self._groups = [{name: _kept(option) for name, option in _options(group)} for group in optimizer.param_groups]
         self._schedule = None if self._scheduler is None else deepcopy(self._scheduler.state_dict())
         self._generator = torch.get_rng_state()
-
-    @torch.no_grad()
-    def updated(self, thoroughly: bool = True) -> None:
-        """The update is made: what changes from here on is changed by the user.
-
-        `thoroughly`: `changed` will be able to find what is written by `data`, which takes a look at every number.
-        """
-        self._after = self._current_options(_copied)
-        plain = [each for each in parameters_of(self._optimizer) if type(each) in _PLAIN]
-        self._parameters = [(each, each._version, each.data_ptr(), each.grad) for each in plain]
-        self._products = self._current_products() if thoroughly else []
-        self._state_after = self._current_state()
-
-    def changed(self, thoroughly: bool = False) -> Tensor | str | None:
-        """A parameter that was written to, or given a gradient, since the update; or words for what else was changed.
-
-        `thoroughly`: also a parameter that was written to by its `data`.
-        """
-        for parameter, version, place, gradient in self._parameters:
-            if parameter._version != version or parameter.data_ptr() != place or parameter.grad is not gradient:
-                return parameter
-        if self._parameters and self._current_state() != self._state_after:
-            return "the state of the optimizer, or a parameter group,"
-        if thoroughly:
-            for (parameter, *_), was, now in zip(
-                self._parameters, self._products, self._current_products(), strict=True
-            ):
-                if not torch.allclose(was, now, rtol=0.0, atol=0.0, equal_nan=True):
-                    return parameter
-        return None
-
-    @torch.no_grad()
-    def _current_products(self) -> list[Tensor]:
-        return [_product(parameter) for parameter, *_ in self._parameters]
-
-    def _current_state(self) -> dict[Any, Any]:
-        """What the state and the groups are made of: numbers, and the identities of objects, tensors with versions."""
-        state = {
-            (id(key), name): (id(value), value._version)
-            if isinstance(value, Tensor)
-            else (value if isinstance(value, int | float) else id(value))
-            for key, own in self._optimizer.state.items()
-            if isinstance(own, dict)
-            for name, value in own.items()
-        }
-        groups = {number: [*map(id, group["params"])] for number, group in enumerate(self._optimizer.param_groups)}
-        return {**state, **groups}
-
-    def _current_options(self, keep: Callable[[Any], Any]) -> list[dict[str, Any]]:
-        return [{name: keep(option) for name, option in _options(group)} for group in self._optimizer.param_groups]
 
     def _keep(self, tensor: Tensor, before: dict[int, tuple[Tensor, Tensor]]) -> None:
         known = before.get(id(tensor))
@@ -138,40 +81,16 @@ class UpdateSnapshot:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """All of it is what it was; and inside, random numbers are those that followed then. What is drawn outside is
-        not disturbed by that, and what the user has set since comes after it.
-        """
-        set_since = self._put_back()
+        """Put all of it back; inside, random numbers are those that followed then, and no others are disturbed."""
+        self.put_back()
         with torch.random.fork_rng(devices=()):
             assert self._generator is not None
             torch.set_rng_state(self._generator)
             yield
-        self._set(set_since)
 
+    @torch.no_grad()
     def put_back(self) -> None:
-        """Make all of it what it was, but for options that the user has set since."""
-        self._set(self._put_back())
-
-    def _set_since(self) -> list[dict[str, Any]]:
-        """By group, the options that are no longer what the update has left."""
-        return [
-            {name: option for name, option in now.items() if name not in after or not _is_equal(option, after[name])}
-            for now, after in zip(self._current_options(_copied), self._after, strict=False)
-        ]
-
-    @torch.no_grad()
-    def _set(self, options: list[dict[str, Any]]) -> None:
-        for group, own in zip(self._optimizer.param_groups, options, strict=False):
-            for name, option in own.items():
-                if isinstance(option, Tensor) and isinstance(group.get(name), Tensor):
-                    group[name].copy_(option)  # schedulers may hold the tensor
-                else:
-                    group[name] = option
-
-    @torch.no_grad()
-    def _put_back(self) -> list[dict[str, Any]]:
-        """Make all of it what it was; returns the options that the user has set since."""
-        set_since = self._set_since()
+        """Make all of it what it was."""
         for tensor, held in self._copies.values():
             tensor.copy_(held)
         for parameter, gradient in self._gradients:
@@ -190,7 +109,46 @@ class UpdateSnapshot:
             group.update(options)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(self._schedule)
-        return set_since
+
+
+class WeightsSeen:
+    """What one optimizer's parameters and state are before the user's code runs: `changed` finds what that writes to.
+
+    A parameter that is written to by its `data` keeps its version. So each row is multiplied by a vector of random
+    numbers, which no change of sign or order leaves as it was, and which costs less than a norm: it is read once, by
+    BLAS.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._plain = [each for each in parameters_of(optimizer) if type(each) in _PLAIN]
+        self._places = [(each._version, each.data_ptr()) for each in self._plain]
+        self._products, self._state = [_product(each) for each in self._plain], self._current_state()
+
+    def changed(self) -> Tensor | str | None:
+        """Return a parameter that was written to or given a gradient since; or words for what else was changed."""
+        for parameter, (version, place) in zip(self._plain, self._places, strict=True):
+            if parameter._version != version or parameter.data_ptr() != place or parameter.grad is not None:
+                return parameter
+        if self._current_state() != self._state:
+            return "the state of the optimizer, or a parameter group,"
+        for parameter, product in zip(self._plain, self._products, strict=True):
+            if not torch.allclose(product, _product(parameter), rtol=0.0, atol=0.0, equal_nan=True):
+                return parameter
+        return None
+
+    def _current_state(self) -> dict[Any, Any]:
+        """What the state and the groups are made of: numbers, and the identities of objects, tensors with versions."""
+        state = {
+            (id(key), name): (id(value), value._version)
+            if isinstance(value, Tensor)
+            else (value if isinstance(value, int | float) else id(value))
+            for key, own in self._optimizer.state.items()
+            if isinstance(own, dict)
+            for name, value in own.items()
+        }
+        groups = {number: [*map(id, group["params"])] for number, group in enumerate(self._optimizer.param_groups)}
+        return {**state, **groups}
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -224,6 +182,7 @@ def _added(optimizer: torch.optim.Optimizer) -> Iterator[tuple[_Place, Any]]:
                 yield (own, name), value
 
 
+@torch.no_grad()
 def _product(parameter: Tensor) -> Tensor:
     """Each row of a parameter times random numbers, and a copy of one that is a single row.
 
@@ -255,13 +214,3 @@ def _options(group: dict[str, Any]) -> Iterable[tuple[str, Any]]:
 def _kept(value: Any) -> Any:
     """A tensor stays the object that it is, and its numbers are copied elsewhere."""
     return value if isinstance(value, Tensor) else deepcopy(value)
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return bool(one == other)

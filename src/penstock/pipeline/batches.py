@@ -18,6 +18,7 @@ from penstock.pipeline.call_arguments import check_call, check_loss_kwargs, posi
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.first_inputs import carry_batch
 from penstock.pipeline.model_state.state import ModelState
+from penstock.pipeline.trained_step import APART
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.fingerprint import FingerprintedBatch, Key, fingerprint_batch
 from penstock.runtime.batch.lengths import LengthPlan, PlanSplitter, merge_by_plan
@@ -146,8 +147,8 @@ class Batches:
         ranks, replicas = deployment.ranks, deployment.replication
         if training:
             replicas.ready()  # before anything else can raise: the other copies may wait for its answer
-            if deployment.counter.apart:
-                raise RunError(deployment.counter.apart)
+            if deployment.counter.is_apart:
+                raise RunError(APART)
         if self.state.without_values:
             self.state.check_values()
         ranks.changes.check()

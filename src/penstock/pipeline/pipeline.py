@@ -294,8 +294,9 @@ class Pipeline:
         It is the loop of `step`, `clip_grad_norm_`, `optimizer.step` and `zero_grad`, and has the same results to the
         last bit. But where ranks are processes, none of them waits for the others between two steps, so that the
         pipeline is filled and drained once and not in every step. A result comes when all ranks are done with its
-        step, mostly one step late: by then this rank has run the next step and updated its weights. `evaluate`,
-        `Checkpointer.save` and all other calls that every rank makes wait for all ranks first (`settle`).
+        step, mostly one step late: by then this rank has run the next step too, but not updated its weights by it. So
+        in the loop's body they are those after the result's step. `evaluate`, `Checkpointer.save` and all other calls
+        that every rank makes wait for all ranks, and update the weights, first (`settle`).
 
         Call it on every rank with the same batches.
 
@@ -342,7 +343,7 @@ class Pipeline:
 
         It is for the body of that loop, and for after a `break`.
         Then the weights, and the optimizer's state, are those after the last step. All calls that every rank makes do
-        this by themselves; call it before you look at an optimizer's state or at parameters.
+        this by themselves; call it before you write to parameters or to the optimizer's state.
         """
         if self._loop is not None:
             self._loop.settle()

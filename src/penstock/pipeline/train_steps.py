@@ -1,7 +1,7 @@
 """`Pipeline.train_steps`: steps that overlap, because no rank waits for the others between two of them.
 
 A call of `step` ends on all ranks together, so that every step pays for filling and draining the pipeline. Here a rank
-updates its own weights as soon as its own work is done, and begins the next step::
+goes on to the next step, and updates its own weights before it, as soon as its own work is done::
 
     step()         rank 0  F F B B . . | u F F B B . . |      |: all ranks meet    u: update
                    rank 1  . . F F B B | u . . F F B B |
@@ -10,14 +10,18 @@ updates its own weights as soon as its own work is done, and begins the next ste
 
 At the end of a step a rank *posts* its report (losses, failure, its part of the gradients' norm) and collects the
 reports of the others at the end of the step after it (`EndedStep`). So it is at most one step ahead, and a result comes
-one step late. Messages of two steps never mix: each channel keeps its order and each message says its step.
+one step late. The update after a step is made when the next one begins, and the body of the loop runs before that: it
+sees the weights, the optimizer and the learning rate that the plain loop's body sees with that result, and none of them
+is taken back later. In the diagram, the body runs before each `u`. Messages of two steps never mix: each channel keeps
+its order and each message says its step.
 
 *Updates that depend on all ranks.* The norm of all gradients is known when the last rank is done, and a rank that
 waited for it would wait for everybody. Instead it keeps a snapshot of what the update changes, and updates as if the
 norm were finite and below the limit, which is nearly always so. When it collects the reports it knows better, and so
 does every other rank, from the same numbers: if the update was wrong, all of them undo the step that they have just
-run, take the update back, make the right one, and run the step again. The result is the same to the last bit; a wrong
-guess costs one step. After one, updates wait for the reports until `TRUST` of them in a row would have been right.
+run, take the update back, make the right one, run the body, and run the step again. The result is the same to the last
+bit; a wrong guess costs one step. After one, updates wait for the reports until `TRUST` of them in a row would have
+been right.
 
 The rank that the next step waits for, that of the first stage, is mostly the last to end a step. Where the reports of
 all others are with it by then, it need not guess, and keeps no snapshot; the others keep theirs while they would wait
@@ -27,17 +31,16 @@ for its first message.
 take in that step may be in the next one by then, so the rank that failed also goes through the next step without
 computing, and all collect the report of the failure at its end. Ranks that had finished the step have updated their
 weights; they undo both steps and take the update back. Where there is no snapshot (of updates that depend on nobody)
-they cannot; the error says so. An optimizer that fails is a failure of the next step, where the others hear of it, or,
-after the last step, of the meeting that ends the loop.
+they cannot; the error says so. An optimizer that fails is a failure of the step that begins then, or, after the last
+step, of the meeting that ends the loop.
 
 *Replicas.* At the end of a step a rank meets its copies in the other replicas (`Replication.meet`): they wait for the
 sums of their gradients anyway. What it reports to its own pipeline is what all copies have found, a failure or a loss
 among it, so that the reports of every pipeline say the same, and all of them take the same update back.
 
-*Ctrl-C.* What comes between the report and the end of the update waits for that, so that a step is complete with its
-update or not at all, and then for the next step, in which the others are told; a second one does not wait, and then
-this rank counts as one that has not completed the step, which the others notice in the next one. One that ends a wait
-for reports leaves these to be collected later.
+*Ctrl-C.* It ends a step while the program of one runs, and is held until then (`interrupts`), so that an update is
+complete or not begun, and the others hear why this rank leaves. A second one that does not wait gives the group up. One
+that ends a wait of `settle` leaves the reports to be collected later.
 
 *Where steps end together all the same*, with the same results: on threads, which share one optimizer; with tied weights
 across ranks, and sharded or spread parameters, whose gradients are exchanged when a step ends; with loss scaling; where
@@ -57,7 +60,6 @@ from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.model_state.state import ModelState
 from penstock.pipeline.trained_step import (
-    APART,
     CALL,
     Abandoned,
     FailedHere,
@@ -70,12 +72,13 @@ from penstock.pipeline.trained_step import (
 from penstock.pipeline.weight_updates import WeightUpdates
 from penstock.runtime.engine.report import EndedStep, StepReport, StepResult, all_replicas, result_of
 from penstock.runtime.engine.step_input import Refused
-from penstock.runtime.transport.interrupts import CTRL_C
+from penstock.runtime.transport.interrupts import CTRL_C, CUT
 from penstock.schedule import Schedule, verify
 
 TRUST = 4  # right guesses in a row, after a wrong one, before updates are made early again
 KEPT = 64  # programs whose proof is remembered
 SETTLE = "settle(), after the batches of train_steps() so far"
+ABANDONED = f"{CALL}, at the end of a step that is abandoned"
 
 
 @dataclass
@@ -103,6 +106,7 @@ class StepLoop:
         self._done: deque[TrainedStep] = deque()
         self._right = TRUST  # guesses in a row
         self._number = 0
+        self._interrupt: BaseException | None = None  # what ended a step that is to be run again
         self._proved: dict[int, Schedule] = {}  # programs whose adjacent steps are proved, by their identity
 
     def run(self, batches: Iterable[Any]) -> Iterator[TrainedStep]:
@@ -115,9 +119,11 @@ class StepLoop:
                 together = self._why_together()
                 if together:
                     self.settle()
+                    yield from self._results()
                     self._step_together(call, together)
                 else:
-                    self._step(call)
+                    while not self._step(call):  # as the update after the step before is right only now
+                        yield from self._results()
                 self._number += 1
                 yield from self._results()
             self._end()
@@ -137,17 +143,16 @@ class StepLoop:
         return self._uncollected is not None
 
     def settle(self) -> None:
-        """Wait until all ranks are done with the steps so far, and see that the weights are the right ones."""
-        if self._uncollected is None:
+        """Wait until all ranks are done with the steps so far, and update the weights after the last of them."""
+        step = self._uncollected
+        if step is None:
             return
-        before = self._uncollected
-        with self._parts.deployment.ranks.in_call(SETTLE):
+        with self._parts.deployment.ranks.in_call(SETTLE, settles=True):
             try:
                 self._collect()
             except Abandoned as abandoned:
-                self._make_right(before, abandoned)
-            else:
-                self._weights.agree_on_early(before.number)
+                self._leave(step, abandoned)
+            self._weights.settle(step)
 
     def _end(self) -> None:
         """Wait for all ranks after the last batch, also where all of them know of all steps: one may have more batches,
@@ -158,7 +163,7 @@ class StepLoop:
         deployment = self._parts.deployment
         transport = deployment.world.transport
         if transport is not None:
-            with deployment.ranks.in_call(SETTLE):
+            with deployment.ranks.in_call(SETTLE, settles=True):
                 transport.post_exchange(None)()
                 deployment.replication.all_gather(transport.call, None)
 
@@ -211,46 +216,60 @@ class StepLoop:
 
     # -- steps that overlap
 
-    def _step(self, call: Call) -> None:
-        """One step on this rank, whose errors name it."""
+    def _step(self, call: Call) -> bool:
+        """Update after the step before, and run one step on this rank; errors name it.
+
+        Returns whether it counts: it does not where it ran on weights that were updated wrongly. Then they are right
+        now, and it is to be run again, or refused if Ctrl-C has ended it.
+        """
+        ranks, before = self._parts.deployment.ranks, self._uncollected
         try:
-            self._step_or_twice(call)
+            with ranks.in_call(self._weights.updates.call, in_loop=True):
+                try:
+                    refused, self._interrupt = self._interrupt, None
+                    self._run_and_report(call, refused if before is None else self._update_early(before))
+                except Abandoned as abandoned:
+                    self._interrupt = abandoned.interrupt
+                    assert before is not None
+                    ranks.reset()  # what the abandoned run left behind, if it failed
+                    self._leave(before, abandoned)
+                    self._weights.settle(before)
+                    return False
         except BaseException as error:
             name_step(error, self._number)
             raise
+        return True
 
-    def _step_or_twice(self, call: Call) -> None:
-        """One step on this rank, and its update; once more where it ran on weights that were updated wrongly."""
-        ranks, before = self._parts.deployment.ranks, self._uncollected
-        interrupt: BaseException | None = None
-        with ranks.in_call(self._weights.updates.call, in_loop=True):
-            try:
-                self._run_and_update(call, self._weights.changed_in_body())
-                return
-            except Abandoned as abandoned:
-                interrupt = abandoned.interrupt
-                assert before is not None
-                ranks.reset()  # what the abandoned run left behind, if it failed
-                self._make_right(before, abandoned)
-        with ranks.in_call(self._weights.updates.call, in_loop=True):
-            self._run_and_update(call, interrupt)
+    def _update_early(self, step: UncollectedStep) -> BaseException | None:
+        """Update the weights after a step whose reports are not collected yet; returns why the next one must fail.
 
-    def _run_and_update(self, call: Call, refused: BaseException | None) -> None:
-        """Run a step and update the weights: at once, or where the last guess was wrong when all reports are there."""
+        The body of the loop has run since that step, with the weights before this update.
+        """
         weights = self._weights
-        depends, had_gradients = weights.updates.depends_on_all, self._has_gradients()
+        if step.ended.failure is not None:
+            return step.ended.failure
+        if step.is_updated:  # and the next step did not begin: its batch was refused
+            return weights.failed
+        depends = weights.updates.depends_on_all
+        is_right = depends and self._is_known_to_be_as_is(step)
+        step.can_be_undone &= not is_right
+        refused = weights.changed_in_body()
+        weights.update_early(step.number, may_be_wrong=depends and not is_right)
+        step.is_updated = True
+        return refused or weights.failed
+
+    def _run_and_report(self, call: Call, refused: BaseException | None) -> None:
+        """Run a step, and where the last guess was wrong wait for all reports, to update the weights by them."""
+        depends, had_gradients = self._weights.updates.depends_on_all, self._has_gradients()
         waits = depends and self._right < TRUST
         mine = self._run(call, waits, refused)
         if waits:
-            weights.update_with_all(mine.number, mine.decision)
+            self._weights.update_with_all(mine.number, mine.decision)
             return
-        self._uncollected = mine
         mine.can_be_undone = depends and not had_gradients
+        self._uncollected = mine
         if mine.ended.failure is None:
-            is_right = depends and self._is_known_to_be_as_is(mine)
-            mine.can_be_undone &= not is_right
-            weights.update_early(mine.number, may_be_wrong=depends and not is_right)
-            mine.is_updated = True
+            self._weights.set_aside()
 
     def _is_known_to_be_as_is(self, step: UncollectedStep) -> bool:
         """Whether all reports are here already, and they say that the update is right as it is."""
@@ -270,12 +289,11 @@ class StepLoop:
         deployment.ranks.begin()
         parts.take_count(parts.batches.take_lengths(call, alone=True))
         program, transaction = self._program(), deployment.ranks.transactions[self._number % 2]
-        failed = self._weights.failed or (None if self._uncollected is None else self._uncollected.ended.failure)
         mine: UncollectedStep
         try:
             adds = not deployment.replication.sets_aside
             with transaction(training=True, adds=adds, loss_fn=parts.batches.loss_fn):
-                ended = self._run_without_exchange(call, program, refused or failed)
+                ended = self._run_without_exchange(call, program, refused)
                 mine = UncollectedStep(self._number, ended, program.microbatches, transaction)
                 try:
                     self._collect(runs=True)
@@ -328,17 +346,21 @@ class StepLoop:
         try:
             self._read(before)
         except BaseException as error:  # raised again, once this step is undone
-            if isinstance(error, KeyboardInterrupt) and not before.ended.told:
+            if isinstance(error, KeyboardInterrupt) and (CTRL_C.state is CUT or not before.ended.told):
                 raise
             self._explain(error, before, runs)
             error.__cause__ = error.__cause__ or (self._weights.failed and self._weights.failed.__cause__)
             abandoned = Abandoned(error)
         self._uncollected = None
-        if abandoned is None and not before.decision.as_is:
+        if abandoned is None and before.is_updated and not before.decision.as_is:
             abandoned = Abandoned(None)
         if abandoned is not None:
             if runs and before.ended.told and transport.broken is None:  # so all ranks know, and do the same
-                transport.exchange(None)
+                transport.call, call = ABANDONED, transport.call
+                try:
+                    transport.exchange(None)
+                finally:
+                    transport.call = call
             raise abandoned
 
     def _read_at_once(self, step: UncollectedStep) -> None:
@@ -353,7 +375,7 @@ class StepLoop:
     def _explain(self, error: BaseException, step: UncollectedStep, runs: bool = False) -> None:
         """Say what became of that step; where the ranks no longer belong together, none goes on."""
         if not explain(error, step, runs):
-            self._parts.deployment.counter.apart = APART
+            self._parts.deployment.counter.is_apart = True
 
     def _read(self, step: UncollectedStep, together: str = "") -> None:
         """The reports of a step, as its decision and its result; raises what went wrong anywhere."""
@@ -370,11 +392,10 @@ class StepLoop:
         loss = None if result.loss is None else result.loss.item()
         return self._weights.updates.decide([report.norm for report in reports], loss)
 
-    def _make_right(self, before: UncollectedStep, abandoned: Abandoned) -> None:
-        """Where a step was updated wrongly, make the right update; where it failed elsewhere, undo it, and raise."""
+    def _leave(self, before: UncollectedStep, abandoned: Abandoned) -> None:
+        """Where a step failed elsewhere, undo it, and raise."""
         error = abandoned.error
         if error is None:
-            self._weights.update_again_with_all(before.number, before.decision)
             return
         if before.ended.told and before.ended.failure is None and before.can_be_undone:
             self._undo(before, error)
@@ -388,8 +409,8 @@ class StepLoop:
         """Undo a step that is complete here, with its update, because it failed on another rank."""
         counter, parts = self._parts.deployment.counter, self._parts
         counter.step -= 1
-        self._weights.undo()
+        self._weights.undo(step)
         if not step.transaction.take_back():
-            counter.apart = APART
+            counter.is_apart = True
             error.add_note("this rank could not undo all of it: load a checkpoint on every rank")
         parts.deployment.ranks.give_back()

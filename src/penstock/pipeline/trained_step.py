@@ -31,9 +31,9 @@ class TrainedStep(StepResult):
         output: Always `None`; for outputs, use `step`.
         norm: The norm of all gradients before clipping, if `clip` or `skip_nonfinite` asked for it.
         updated: Whether the weights were updated.
-        steps_done: How many steps of this loop the rank has run when the result comes. After `settle`, which
-            `Checkpointer.save` and all other calls that every rank makes do by themselves, the weights are those
-            after so many steps: one more than the result's own where steps overlap.
+        steps_done: How many steps of this loop the rank has run when the result comes: one more than the result's own
+            where steps overlap. The weights are those after the result's step; after `settle`, which
+            `Checkpointer.save` and all other calls that every rank makes do by themselves, after so many steps.
         together: Why all ranks ended this step together, such as `"record()"`; empty if it overlapped with others.
     """
 
@@ -139,12 +139,11 @@ def explain(error: BaseException, step: UncollectedStep, runs: bool = False) -> 
 
 
 def changed_in_body(changed: Tensor | str, parameters: Iterable[tuple[str, Tensor]]) -> UsageError:
-    """What the body of the loop has done to a parameter, or to the optimizer, would be undone with the last update."""
+    """Return the error of a body that has changed a parameter or the optimizer between a step and its update."""
     if isinstance(changed, Tensor):
         name = next((name for name, each in parameters if each is changed), tuple(changed.shape))
         changed = f"parameter {name} (or its gradient)"
     return UsageError(
-        f"{changed} was changed in the body of train_steps() while the last update could still be taken back (by clip "
-        f"or skip_nonfinite), and this change with it; call pipe.settle() before you change parameters or the "
-        f"optimizer, on every rank"
+        f"{changed} was changed in the body of train_steps(), where this rank has run the next step already, with the "
+        f"weights as they were; call pipe.settle() before you change parameters or the optimizer, on every rank"
     )

@@ -12,15 +12,17 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from penstock.errors import PeerFailure, UsageError
 from penstock.group.agreement import agree
 from penstock.optim.norms import NormAnswer
 from penstock.optim.scaler import GradScaler
-from penstock.optim.snapshot import UpdateSnapshot
+from penstock.optim.snapshot import UpdateSnapshot, WeightsSeen, parameters_of
 from penstock.optim.updates import AS_IS, ORDER, UpdateDecision, Updates
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.model_state.state import ModelState
-from penstock.pipeline.trained_step import APART, changed_in_body, explain_update, failed_update
+from penstock.pipeline.trained_step import UncollectedStep, changed_in_body, explain_update, failed_update
 from penstock.runtime.transport.failure.peer_failures import placed
 
 Found = TypeVar("Found")
@@ -30,11 +32,12 @@ class WeightUpdates:
     """How the weights of this process are updated after each step of a loop."""
 
     failed: PeerFailure | None = None  # an early update, of which the other ranks do not know yet
-    _may_be_taken_back = False  # the last update, on some rank: so the body may not change weights on any
 
     def __init__(self, deployment: Deployment, state: ModelState, updates: Updates) -> None:
         self._deployment, self._state, self.updates = deployment, state, updates
         self._snapshot = UpdateSnapshot(updates.optimizer, updates.scheduler)
+        self._aside: list[tuple[Tensor, Tensor | None]] = []  # gradients of a step that the update is to follow
+        self._before_body: WeightsSeen | None = None
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -59,17 +62,24 @@ class WeightUpdates:
         """Update the weights on all ranks, after step `number`; returns whether they were updated."""
         return self._agree(number, partial(self._update, decision))
 
-    def update_again_with_all(self, number: int, decision: UpdateDecision) -> None:
-        """Take the last update back, on all ranks, and make the right one."""
-        if self.failed is not None:  # it is taken back, as one that was made
+    def settle(self, step: UncollectedStep) -> None:
+        """See on all ranks that the update after a step is made, once its reports are collected, and the right one."""
+        self._agree(step.number, partial(self._settle, step))
+
+    def _settle(self, step: UncollectedStep) -> None:
+        refused = None if step.is_updated else self.changed_in_body()
+        if refused is not None:
+            raise refused
+        wrong = step.is_updated and not step.decision.as_is
+        if wrong and self.failed is not None:  # it is taken back, as one that was made
             self.failed = None
             self._deployment.counter.step += 1
-        self._agree(number, partial(self._update_again, decision))
-
-    def agree_on_early(self, number: int) -> None:
-        """After the last step: see that the early update has not failed on any rank."""
-        self._may_be_taken_back = False
-        self._agree(number, self._raise_failed)
+        if self.failed is not None and self.failed.__cause__ is not None:
+            raise self.failed.__cause__
+        if wrong or not step.is_updated:
+            self._put_gradients_back()
+            self._update(step.decision, again=wrong)
+            step.is_updated = True
 
     def _agree(self, number: int, update: Callable[[], Found]) -> Found:
         """An update that all ranks make at the same time: an error of one is an error of all."""
@@ -90,7 +100,7 @@ class WeightUpdates:
             agree(lambda: made.append(update()), exchange, describe=describe, refuse=lambda _, failure: failure)
         except Exception as error:
             explain_update(error, number)
-            self._deployment.counter.apart = APART
+            self._deployment.counter.is_apart = True
             raise
         return made[0]
 
@@ -107,18 +117,21 @@ class WeightUpdates:
         counter.step += 1
         return updated
 
-    def _update_again(self, decision: UpdateDecision) -> None:
-        refused = self.changed_in_body(thoroughly=True)
-        if refused is not None:
-            raise refused
-        self._may_be_taken_back = False
-        self._update(decision, again=True)
-
-    def _raise_failed(self) -> None:
-        if self.failed is not None and self.failed.__cause__ is not None:
-            raise self.failed.__cause__
-
     # -- early
+
+    def set_aside(self) -> None:
+        """Have the body of the loop see the weights before the update, and no gradients, as after the step before."""
+        self._before_body = WeightsSeen(self.updates.optimizer)
+        self._aside = [
+            (each, each.grad) for each in (*self._state.parameters(), *parameters_of(self.updates.optimizer))
+        ]
+        for parameter, _ in self._aside:
+            parameter.grad = None
+
+    def _put_gradients_back(self) -> None:
+        for parameter, gradient in self._aside:
+            parameter.grad = gradient
+        self._aside = []
 
     def update_early(self, number: int, may_be_wrong: bool) -> None:
         """Update the weights without a word of the others. They are told of an error in the next step.
@@ -127,6 +140,7 @@ class WeightUpdates:
         """
         transport = self._deployment.world.transport
         assert transport is not None
+        self._put_gradients_back()
         if may_be_wrong:
             self._snapshot.take()
         try:
@@ -134,17 +148,16 @@ class WeightUpdates:
         except Exception as error:
             self.failed = failed_update(transport.rank, number, error)
             self.failed.__cause__ = error
-        if self.updates.depends_on_all:
-            self._snapshot.updated(thoroughly=may_be_wrong)
-            self._may_be_taken_back = True
 
-    def changed_in_body(self, thoroughly: bool = False) -> UsageError | None:
-        """Why not to go on: the user has changed what would be put back, while the update could be taken back."""
-        changed = self._snapshot.changed(thoroughly) if self._may_be_taken_back else None
+    def changed_in_body(self) -> UsageError | None:
+        """Return why not to go on: the user has changed what an update by the gradients of a later step belongs to."""
+        seen, self._before_body = self._before_body, None
+        changed = None if seen is None else seen.changed()
         return None if changed is None else changed_in_body(changed, self._state.named_parameters())
 
-    def undo(self) -> None:
-        """Take the last update back, and make none."""
-        self._may_be_taken_back = False
-        self._snapshot.put_back()
+    def undo(self, step: UncollectedStep) -> None:
+        """Take the last update back if it was made, and make none."""
+        self._aside, self._before_body = [], None
+        if step.is_updated:
+            self._snapshot.put_back()
         self._state.zero_grad()

@@ -7,6 +7,7 @@ Each has a text form, the same in Python and on the command line:
     stall 3 at 3B2 for 40       its computation stands still, and the rest of the process lives
     slow 3 at 10 by 2.5 for 5   its computations take that many times as long
     fail 3 at 3F7               its computation raises an error
+    interrupt 3 at 12 after 40  Ctrl-C, so many lines of the library's code after that time (in training)
     lose 2SEND_F4               the message never comes
     duplicate 2SEND_F4          it comes twice
     reorder 2SEND_F4            the next message of its channel overtakes it
@@ -26,14 +27,15 @@ from penstock.errors import NotationError, UsageError
 from penstock.schedule import Action, Op, Schedule
 from penstock.schedule.action import parse
 
-PROCESS = ("die", "stop", "stall", "slow", "fail")  # what happens to a rank
+PROCESS = ("die", "stop", "stall", "slow", "fail", "interrupt")  # what happens to a rank
 MESSAGE = ("lose", "duplicate", "reorder")  # what happens to a message
 LASTING = ("stop", "stall", "slow")
 
 _NUMBER = r"[0-9.]+(?:[eE][-+]?[0-9]+)?"
 _RANK = re.compile(
     rf"(?P<kind>{'|'.join(PROCESS)}) +(?P<rank>[0-9]+) +at +(?P<at>\S+)"
-    rf"(?: +in +step +(?P<step>[0-9]+))?(?: +by +(?P<by>{_NUMBER}))?(?: +for +(?P<seconds>{_NUMBER}))?"
+    rf"(?: +in +step +(?P<step>[0-9]+))?(?: +by +(?P<by>{_NUMBER}))?(?: +after +(?P<after>[0-9]+))?"
+    rf"(?: +for +(?P<seconds>{_NUMBER}))?"
 )
 _SENT = re.compile(rf"(?P<kind>{'|'.join(MESSAGE)}) +(?P<at>\S+)(?: +in +step +(?P<step>[0-9]+))?")
 _FORMS = "'die 3 at 12.5', 'stop 3 at 12.5 for 40', 'slow 3 at 10 by 2.5', 'fail 3 at 3F7 in step 1' or 'lose 2SEND_F4'"
@@ -44,13 +46,14 @@ class PlannedFault:
     """One thing that goes wrong.
 
     Args:
-        kind: `"die"`, `"stop"`, `"stall"`, `"slow"` or `"fail"` for a rank; `"lose"`, `"duplicate"` or `"reorder"` for
-            a message.
+        kind: `"die"`, `"stop"`, `"stall"`, `"slow"`, `"fail"` or `"interrupt"` for a rank; `"lose"`,
+            `"duplicate"` or `"reorder"` for a message.
         at: A time from the start of training, or an action: a computation of the rank, or the message's send.
         rank: The rank. A message needs none.
         step: In which step, where `at` is an action.
         seconds: How long the rank stops, stalls or is slow. By default, for ever.
         factor: How many times as long the computations of a slow rank take.
+        lines: How many lines of the library's code a rank runs before Ctrl-C comes.
     """
 
     kind: str
@@ -59,6 +62,7 @@ class PlannedFault:
     step: int = 0
     seconds: float = math.inf
     factor: float = 1.0
+    lines: int = 0
 
     def __str__(self) -> str:
         words = [self.kind] if self.rank is None else [self.kind, str(self.rank), "at"]
@@ -67,6 +71,8 @@ class PlannedFault:
             words.append(f"in step {self.step}")
         if self.kind == "slow":
             words.append(f"by {self.factor:g}")
+        if self.lines:
+            words.append(f"after {self.lines}")
         if self.seconds < math.inf:
             words.append(f"for {self.seconds:g}")
         return " ".join(words)
@@ -96,7 +102,12 @@ def parse_fault(text: str) -> PlannedFault:
         raise UsageError(f"{text!r}: 'by' says how slow a rank is, such as 'slow 3 at 10 by 2.5'")
     if given["seconds"] is not None and kind not in LASTING:
         raise UsageError(f"{text!r}: 'for' is for what ends again: {', '.join(LASTING)}")
-    return PlannedFault(kind, _when(text, given["at"]), int(given["rank"]), step, seconds, factor)
+    if given["after"] is not None and kind != "interrupt":
+        raise UsageError(
+            f"{text!r}: 'after' counts lines of code before an interrupt, as in 'interrupt 3 at 12 after 40'"
+        )
+    lines = int(given["after"] or 0)
+    return PlannedFault(kind, _when(text, given["at"]), int(given["rank"]), step, seconds, factor, lines)
 
 
 def check_plan(faults: Iterable[PlannedFault | str], program: Schedule, steps: int) -> list[PlannedFault]:

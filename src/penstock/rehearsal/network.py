@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from penstock.rehearsal.virtual_time import Task, VirtualTime
+from penstock.runtime.transport.interrupts import CTRL_C, DUE
 
 CLOSED = "Connection closed by peer"
 TIMED_OUT = "Timed out waiting for a message"
@@ -88,6 +89,8 @@ class Wire:
                 if until <= time.now:
                     self._network.close(self.target)
                     raise RuntimeError(TIMED_OUT)
+                if CTRL_C.state is DUE and self._network.interruptible:
+                    CTRL_C.raise_due()
                 time.wait(min(messages[0][0] if messages else math.inf, closed))
         finally:
             self._waiting = None
@@ -118,6 +121,7 @@ class Network:
         self.time = time
         self.latency = latency  # of a message without size, from one rank to another
         self.free_at: defaultdict[tuple[int, int], float] = defaultdict(lambda: -math.inf)
+        self.interruptible = False  # whether Ctrl-C may end a wait, as with shared memory
         self.closed: dict[int, float] = {}  # when a rank's connections closed
         self.read_before: dict[bytes, Any] = {}  # what ranks say in exchanges, and what that means
         self._wires: dict[tuple[int, int, int], Wire] = {}
@@ -198,7 +202,7 @@ class Store:
         self.requests += 1
         self._free_at = max(self._free_at, time.now) + keys * STORE_SERVICE
         time.sleep(self._free_at + STORE_LATENCY - time.now)
-        while host is not None and time.is_stopped(host):
+        while host is not None and (host in self._network.closed or time.is_stopped(host)):
             if host in self._network.closed:
                 raise RuntimeError("the store has gone with its host")
             time.sleep(0.1)

@@ -227,12 +227,17 @@ class RehearsedRank:
             self.stalled_until = max(self.stalled_until, until)
         elif fault.kind == "fail":
             self.failing = fault
+        elif fault.kind == "interrupt":
+            self.press(fault.lines)
         else:
             if fault.kind == "die":
                 self._setting.network.close(self.rank)
             self._time.stop(self.rank, until)
             if self._time.current.rank == self.rank:
                 self._time.wait(until)
+
+    def press(self, lines: int) -> None:
+        """Press Ctrl-C, where this rank runs a script."""
 
     def _recover(self, factor: float) -> None:
         self.factor /= factor

@@ -91,6 +91,9 @@ def rehearse(
         record: Whether to keep the order of actions; for millions of them that takes memory.
     """
     program, costs, planned = checked(schedule, costs, seed, faults, steps, timeout, jitter, store_host)
+    for fault in planned:
+        if fault.kind == "interrupt":
+            raise UsageError(f"'{fault}': only rehearse_training has a script that Ctrl-C could reach")
     longest = max(max(map(max, costs.by_op(program.stages))), 0.0)
     limit = limit_of(program, costs, planned, steps, timeout, jitter) + longest
     time = VirtualTime(seed, -BEAT_SECONDS)

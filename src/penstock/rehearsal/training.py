@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import random
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,17 +28,19 @@ from torch.utils import _pytree as pytree
 from penstock.errors import PenstockError, UsageError
 from penstock.group.world import BUILDING, REHEARSED, World
 from penstock.rehearsal.faults import PlannedFault
+from penstock.rehearsal.keyboard import Keyboard, swap_ctrl_c
 from penstock.rehearsal.network import Parcel
 from penstock.rehearsal.rank import InjectedError, RehearsedRank, Setting
 from penstock.rehearsal.rehearse import checked, limit_of, make_setting, plan_faults
 from penstock.rehearsal.transport import Message, RehearsalTransport
-from penstock.rehearsal.virtual_time import RankClock, VirtualTime
+from penstock.rehearsal.virtual_time import RankClock, Task, VirtualTime
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.ranks import calling
 from penstock.runtime.state.randomness import swap_holding
 from penstock.runtime.transport.base import Where, nowhere
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.watch import BEAT_SECONDS
+from penstock.runtime.transport.interrupts import CtrlC
 from penstock.schedule import Costs, Op, Schedule
 
 Train = Callable[[int], Any]  # what a rank runs, given its number
@@ -58,7 +61,7 @@ class Attempt:
     """
 
     results: tuple[Any, ...]
-    errors: tuple[PenstockError | InjectedError | None, ...]
+    errors: tuple[PenstockError | InjectedError | KeyboardInterrupt | None, ...]
     struck: tuple[PlannedFault, ...]
     hung: tuple[int, ...]
     seconds: float
@@ -83,6 +86,7 @@ def rehearse_training(
     jitter: float = 0.0,
     file_seconds: float = 0.0,
     store_host: int | None = None,
+    interrupts_waits: bool = True,
 ) -> tuple[Attempt, ...]:
     """Run your training function on every rank, on virtual time, again and again until it ends well on all of them.
 
@@ -105,6 +109,8 @@ def rehearse_training(
         jitter: Relative spread of the time of each computation and message, and of how fast ranks work on files.
         file_seconds: How long each work on a file takes: one that is written, and the deletion of old checkpoints.
         store_host: The rank whose process has the store of the process group. By default the launcher has it.
+        interrupts_waits: Whether Ctrl-C reaches a rank that waits for another, as with shared memory. With gloo it
+            comes when the wait is over.
 
     Returns:
         What came of each attempt. The last one ended well, or had no faults.
@@ -118,7 +124,7 @@ def rehearse_training(
     found: list[Attempt] = []
     for number, planned in enumerate([*faults, ()]):
         program, priced, checked_faults = checked(schedule, costs, seed, planned, steps, timeout, jitter, store_host)
-        attempt = _Attempt(train, file_seconds, None if folder is None else Path(folder))
+        attempt = _Attempt(train, file_seconds, None if folder is None else Path(folder), interrupts_waits)
         time = ProcessTime(seed + number, -BEAT_SECONDS)
         setting = make_setting(program, priced, time, store_host, timeout, steps, jitter, seed + number, False)
         until = limit_of(program, priced, checked_faults, steps, timeout + 100 * file_seconds, jitter)
@@ -131,8 +137,15 @@ def rehearse_training(
 class ProcessTime(VirtualTime):
     """Virtual time for tasks that use torch: each has the state of its own process and thread while it runs."""
 
+    def __init__(self, seed: int, start: float = 0.0) -> None:
+        super().__init__(seed, start)
+        self.keyboards: dict[Task, Keyboard] = {}  # by the task that is a rank's main thread
+        self.is_switching = False  # whether nobody's code runs
+
     def wait(self, until: float = float("inf")) -> None:
         grad, generator, holding = torch.is_grad_enabled(), torch.get_rng_state(), swap_holding({})
+        self.is_switching = True
+        keyboard, ctrl_c = self.keyboards.get(self.current), swap_ctrl_c(vars(CtrlC()))
         torch._C._set_grad_enabled(True)
         try:
             super().wait(until)
@@ -140,27 +153,38 @@ class ProcessTime(VirtualTime):
             torch._C._set_grad_enabled(grad)
             torch.set_rng_state(generator)
             swap_holding(holding)
+            swap_ctrl_c(ctrl_c)
+            self.is_switching = False
+        if keyboard is not None:
+            keyboard.look()
 
 
 class _Attempt:
     """One attempt: its ranks from their beginning to their end."""
 
-    def __init__(self, train: Train, file_seconds: float, folder: Path | None) -> None:
+    def __init__(self, train: Train, file_seconds: float, folder: Path | None, interruptible: bool) -> None:
         self._train, self._file_seconds, self._folder = train, file_seconds, folder
+        self._interruptible = interruptible
 
     def run(self, setting: Setting, faults: Sequence[PlannedFault], until: float) -> Attempt:
         time, draw = setting.network.time, random.Random(setting.seed)
-        ranks = [TrainedRank(rank, setting, self._train, self._file_seconds) for rank in range(setting.program.ranks)]
+        ranks = [
+            TrainedRank(rank, setting, self._train, self._file_seconds, self._interruptible)
+            for rank in range(setting.program.ranks)
+        ]
         for rank in ranks:
-            time.start(rank.rank, rank.live, -BEAT_SECONDS * draw.random())
+            rank.task = time.start(rank.rank, rank.live, -BEAT_SECONDS * draw.random())
         plan_faults(faults, ranks, time, setting.program)
-        generator = torch.get_rng_state()
+        generator, ctrl_c = torch.get_rng_state(), swap_ctrl_c(vars(CtrlC()))
         try:
             time.run(lambda: not setting.unsettled, until)
             seconds = time.now
         finally:
+            sys.settrace(None)
+            sys.setprofile(None)
             self._end(time)
             torch.set_rng_state(generator)
+            swap_ctrl_c(ctrl_c)
         return Attempt(
             tuple(rank.result for rank in ranks),
             tuple(rank.error for rank in ranks),
@@ -206,6 +230,8 @@ class RehearsedWorld(World):
 class TrainingTransport(RehearsalTransport):
     """A rank's transport that tells it of the executor and of the channels that its pipeline uses."""
 
+    holds_interrupts = True
+
     def __init__(self, owner: TrainedRank, setting: Setting, clock: RankClock) -> None:
         self._owner = owner
         super().__init__(
@@ -227,27 +253,42 @@ class TrainingTransport(RehearsalTransport):
 class TrainedRank(RehearsedRank):
     """One rank that runs the user's training function."""
 
-    def __init__(self, rank: int, setting: Setting, train: Train, file_seconds: float) -> None:
+    def __init__(self, rank: int, setting: Setting, train: Train, file_seconds: float, interruptible: bool) -> None:
         super().__init__(rank, setting)
-        self._train, self._file_seconds = train, file_seconds
+        self._train, self._file_seconds, self._interruptible = train, file_seconds, interruptible
+        setting.network.interruptible = interruptible
         self._executor: Executor | None = None
         self._ways: dict[Channel, tuple[float, float]] = {}
+        self.task: Task
+        self.keyboard = Keyboard(self._is_running)
         self.result: Any = None
-        self.error: PenstockError | InjectedError | None = None
+        self.error: PenstockError | InjectedError | KeyboardInterrupt | None = None
 
     def live(self) -> None:
         """Run the function once, as the process of a rank does."""
         time = self._time
+        assert isinstance(time, ProcessTime)
+        time.keyboards[self.task] = self.keyboard
+        swap_ctrl_c(self.keyboard.ctrl_c)
         REHEARSED.set(self._world)
         try:
             self.result = self._train(self.rank)
-        except (PenstockError, InjectedError) as error:
+        except (PenstockError, InjectedError, KeyboardInterrupt) as error:
             if time.over:
                 return
             self.error = error
-            self._setting.network.close(self.rank)  # its process ends
+        self._setting.network.close(self.rank)  # its process ends
         self.ended = True
         self._setting.unsettled.discard(self.rank)
+
+    def _is_running(self) -> bool:
+        assert isinstance(self._time, ProcessTime)
+        return self._time.current is self.task and not self._time.is_switching
+
+    def press(self, lines: int) -> None:
+        self.keyboard.press(lines)
+        if self._interruptible and not lines:
+            self._time.wake(self.task, self._time.now)
 
     def _world(self) -> RehearsedWorld:
         if self._executor is not None:

@@ -19,6 +19,7 @@ from penstock.runtime.transport.distributed.exchange import Exchange
 from penstock.runtime.transport.distributed.member import Member
 from penstock.runtime.transport.distributed.transfers import BackendTransfers
 from penstock.runtime.transport.distributed.transport import CHANNELS, DistributedTransport
+from penstock.runtime.transport.interrupts import uninterrupted
 
 CONTROL = CHANNELS  # the number of the wires that carry exchanges, after those of channels
 
@@ -54,6 +55,7 @@ class RehearsalIncoming(QueuedIncoming[Message]):
         self.due.append(microbatch)
         self._posted(self._number, microbatch)
 
+    @uninterrupted
     def receive(self, microbatch: int) -> Any:
         message = self._take(microbatch)
         if message.failure is not None:

@@ -41,14 +41,16 @@ def stretch(config: TrainConfig, step: int, unrecorded: int) -> int:
 def train_overlapped(state: RunState, batches: Iterator[tuple[DataBatch, dict[str, Any]]]) -> Iterator[Trained]:
     """One update per batch, in steps that overlap; with each batch comes what it counts, for the loss."""
     optimizer, clip = state.optimizer, state.config.optimizer.clip
-    given: list[tuple[float, int]] = []  # learning rate and tokens of steps whose results are to come
+    given: list[int] = []  # tokens of steps whose results are to come
+    rate = optimizer.param_groups[-1]["lr"]  # of the next update, of groups without a rate of their own
 
     def calls() -> Iterator[Call]:
         for batch, share in batches:
-            given.append((optimizer.param_groups[-1]["lr"], batch.tokens))  # of groups without a rate of their own
+            given.append(batch.tokens)
             yield Call("train_steps()", batch.args, batch.kwargs, batch.target, share, False, training=True)
 
     for result in state.pipe.train_steps(calls(), optimizer, clip=clip, scheduler=state.rate, skip_nonfinite=True):
         loss = math.nan if result.loss is None else result.loss.item()
         norm = math.nan if result.norm is None else result.norm.item()
-        yield Trained(loss, norm, *given.pop(0), result.updated)
+        lr, rate = rate, optimizer.param_groups[-1]["lr"]
+        yield Trained(loss, norm, lr, given.pop(0), result.updated)

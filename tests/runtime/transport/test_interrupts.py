@@ -21,9 +21,10 @@ import penstock
 from penstock.errors import PeerFailure
 from penstock.pipeline.batches import Batches
 from penstock.runtime.engine.executor import Executor
+from penstock.runtime.transport import interrupts
 from penstock.runtime.transport.distributed.exchange import Exchange
 from penstock.runtime.transport.distributed.incoming import DistributedIncoming
-from penstock.runtime.transport.interrupts import CTRL_C, uninterrupted
+from penstock.runtime.transport.interrupts import CTRL_C, TRANSITIONS, State, uninterrupted
 
 ROUNDS = 25
 
@@ -105,25 +106,75 @@ def a_message() -> None:
     ctrl_c()
 
 
+def test_the_states_are_those_that_are_drawn() -> None:
+    drawn: dict[str, dict[str, str]] = {}
+    for line in (interrupts.__doc__ or "").splitlines():
+        if line.startswith("    "):
+            state, *rest = line.split()
+            for arrow, following in zip(rest[::2], rest[1::2], strict=True):
+                assert drawn.setdefault(state, {}).setdefault(arrow.strip("->"), following) == following
+                state = following
+    assert drawn == {
+        state.value: {event: to.value for event, to in events.items()} for state, events in TRANSITIONS.items()
+    }
+    assert set(TRANSITIONS) == set(State)
+
+
+def test_one_that_is_owed_is_raised_before_the_first_action_of_the_next_step_or_at_the_end_of_the_loop() -> None:
+    for ends in (False, True):
+        with CTRL_C.around_step(in_loop=True):
+            ctrl_c()
+        assert CTRL_C.state is State.OWED
+        if ends:
+            with pytest.raises(KeyboardInterrupt):
+                CTRL_C.raise_owed()
+        else:
+            with CTRL_C.around_step(in_loop=True):
+                CTRL_C.go("open")
+                with pytest.raises(KeyboardInterrupt):
+                    CTRL_C.raise_due()
+        assert CTRL_C.state is State.OUTSIDE
+
+
+def test_one_that_comes_by_force_gives_the_group_up() -> None:
+    given_up = []
+
+    def step() -> None:
+        with CTRL_C.around_step(give_up=lambda: given_up.append(True)):
+            ctrl_c()  # as the step is prepared: the others could not be told
+            ctrl_c()
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert given_up == [True]
+
+
+def test_a_call_that_settles_may_be_left_where_it_waits() -> None:
+    with CTRL_C.around_step(settles=True):
+        ctrl_c()
+        with pytest.raises(KeyboardInterrupt):
+            CTRL_C.raise_due()
+
+
 def test_it_is_held_back_for_a_message_and_raised_after_it() -> None:
     before = signal.getsignal(signal.SIGINT)
     with CTRL_C.around_step():
-        CTRL_C.begin_step()
+        CTRL_C.go("open")
         a_message()
         with pytest.raises(KeyboardInterrupt):
-            CTRL_C.raise_held()
+            CTRL_C.raise_due()
         ctrl_c()  # the step is being left because of the first one: it waits for that
-        assert not CTRL_C.cut
+        assert CTRL_C.state is not State.CUT
         with pytest.raises(KeyboardInterrupt):
             ctrl_c()  # one more does not
-        assert CTRL_C.cut
+        assert CTRL_C.state is State.CUT
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_one_that_comes_while_another_is_raised_is_not_raised_after_it_and_its_notes_stay() -> None:
     def step(error: BaseException) -> None:
         with CTRL_C.around_step():
-            CTRL_C.end_step()
+            CTRL_C.go("close")
             ctrl_c()
             error.add_note("in step 3")
             raise error
@@ -139,13 +190,13 @@ def test_one_that_comes_while_another_is_raised_is_not_raised_after_it_and_its_n
 
 def test_a_wait_may_be_left_but_not_where_the_step_ends_and_the_second_one_never_waits() -> None:
     with CTRL_C.around_step():
-        CTRL_C.begin_step()
+        CTRL_C.go("open")
         a_message()
         with pytest.raises(KeyboardInterrupt):
-            CTRL_C.raise_held()
-        CTRL_C.end_step()
+            CTRL_C.raise_due()
+        CTRL_C.go("close")
         ctrl_c()
-        CTRL_C.raise_held()
+        CTRL_C.raise_due()
         with pytest.raises(KeyboardInterrupt):
             ctrl_c()
 
@@ -153,9 +204,9 @@ def test_a_wait_may_be_left_but_not_where_the_step_ends_and_the_second_one_never
 def test_one_that_comes_before_the_first_action_is_raised_there() -> None:
     with CTRL_C.around_step():
         ctrl_c()
-        CTRL_C.begin_step()
+        CTRL_C.go("open")
         with pytest.raises(KeyboardInterrupt):
-            CTRL_C.raise_held()
+            CTRL_C.raise_due()
 
 
 def test_what_came_while_the_step_ended_is_raised_after_it() -> None:
@@ -163,7 +214,7 @@ def test_what_came_while_the_step_ended_is_raised_after_it() -> None:
 
     def step() -> None:
         with CTRL_C.around_step():
-            CTRL_C.end_step()
+            CTRL_C.go("close")
             ctrl_c()
             done.append("the exchange")
 
@@ -183,12 +234,12 @@ ENDED: list[str] = []
 
 def test_it_is_not_lost_in_a_finaliser_and_the_finaliser_runs_to_its_end() -> None:
     with CTRL_C.around_step():
-        CTRL_C.begin_step()
+        CTRL_C.go("open")
         dying = Dying()
         del dying
         assert ENDED == ["the finaliser"]
         with pytest.raises(KeyboardInterrupt):
-            CTRL_C.raise_held()
+            CTRL_C.raise_due()
 
 
 def test_one_that_comes_as_the_step_ends_does_not_leave_the_next_without_care(monkeypatch: pytest.MonkeyPatch) -> None:

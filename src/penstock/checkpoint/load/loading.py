@@ -231,7 +231,7 @@ class _Restoring:
             restore_generators(self._generators)
         clock = pipe.deployment.counter
         clock.seed, clock.step, clock.evaluations = self._clock
-        clock.apart = ""
+        clock.is_apart = False
         return Loaded(
             step=manifest.step,
             path=self._contents.path,

@@ -44,7 +44,7 @@ from penstock.runtime.engine.step_input import Refused, StepInput
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.channel import ChannelEnds, Incoming, Outgoing
 from penstock.runtime.transport.failure.peer_failures import stopped_by_force
-from penstock.runtime.transport.interrupts import CTRL_C
+from penstock.runtime.transport.interrupts import CTRL_C, CUT, DUE
 from penstock.schedule import Action, Op, Schedule, Span
 
 KEPT = 64  # programs that are prepared: batches of many sizes may each have their own
@@ -148,11 +148,7 @@ class Executor:
         own: BaseException | None = None
         try:
             try:
-                if self.transport.holds_interrupts:
-                    CTRL_C.begin_step()
-                if isinstance(step_input, Refused):
-                    raise step_input.error
-                self._run_program(prepared, step_input, report)
+                self._run_open(prepared, step_input, report)
             except PeerFailure as error:
                 failure = copy(error)  # without the frames that it came through, which hold tensors
             except MessageError as error:
@@ -162,12 +158,9 @@ class Executor:
             except BaseException as error:  # whatever it is, the peers must hear of it; it is raised with the reports
                 lost = self.replication.explain(error)
                 own, failure = error, self._describe(error) if lost is None else lost
-            if self.transport.holds_interrupts:
-                CTRL_C.end_step()
-                if CTRL_C.cut:
-                    self.transport.abort(stopped_by_force(self.rank))
-            with self.transport.to_its_end():
-                return self._end(report, failure, own)
+            if self.transport.holds_interrupts and CTRL_C.state is CUT:
+                self.transport.abort(stopped_by_force(self.rank))
+            return self._end(report, failure, own)
         finally:
             self._running = together
             del own, failure, step_input  # an error that its own frame holds would keep the whole step alive
@@ -184,6 +177,19 @@ class Executor:
         self.run_by_handlers.clear()
         self._position, self._failed, self._ready, self._running = 0, None, False, True
         return prepared, report
+
+    def _run_open(self, prepared: PreparedProgram, step_input: StepInput | Refused, report: StepReport) -> None:
+        """Run the program where Ctrl-C is raised: it is closed before anything is made of what was raised."""
+        try:
+            if self.transport.holds_interrupts:
+                CTRL_C.go("open")
+            if isinstance(step_input, Refused):
+                raise step_input.error
+            self._run_program(prepared, step_input, report)
+        finally:
+            if self.transport.holds_interrupts:
+                CTRL_C.go("close")
+            del step_input  # an error that its own frame holds would keep the whole step alive
 
     def _run_program(self, prepared: PreparedProgram, step_input: StepInput, report: StepReport) -> None:
         """Everything of a step that may fail: the actions of the program one by one, and what they make together."""
@@ -212,8 +218,8 @@ class Executor:
             self._position = position
             if news:
                 raise copy(news[0])
-            if CTRL_C.since:
-                CTRL_C.raise_held()
+            if CTRL_C.state is DUE:
+                CTRL_C.raise_due()
             function(first, second)
         self._position = len(entries)
         left_out = next((each for each in prepared.for_handlers if each not in self.run_by_handlers), None)
@@ -221,8 +227,8 @@ class Executor:
             self._failed = left_out
             raise RunError(f"a handler did not run {left_out}; it must call context.run or context.compute for it")
         self.transport.flush()
-        if CTRL_C.since:
-            CTRL_C.raise_held()
+        if CTRL_C.state is DUE:
+            CTRL_C.raise_due()
         if report.spans is not None and self._clock is not None:
             report.spans += self._clock.spans(self.rank)
         report.ended = perf_counter()

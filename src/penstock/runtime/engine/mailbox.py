@@ -18,7 +18,7 @@ from penstock.errors import PeerFailure, RunError
 from penstock.runtime.transport import Channel, Transport
 from penstock.runtime.transport.channel import ChannelEnds, Incoming, Outgoing
 from penstock.runtime.transport.handover import Rewritten, arrive, share
-from penstock.runtime.transport.interrupts import CTRL_C
+from penstock.runtime.transport.interrupts import CTRL_C, DUE
 from penstock.schedule import Link, Placement, Topology, links
 from penstock.schedule.action import Action, Op
 
@@ -161,8 +161,8 @@ class Mailbox:
             except Rewritten:
                 source = other if channel is None else self.channels[channel].source_stage
                 raise Rewritten(source, microbatch) from None
-            if CTRL_C.since:
-                CTRL_C.raise_held()
+            if CTRL_C.state is DUE:
+                CTRL_C.raise_due()
         if self.waits is not None:
             self.waits.add(begin, perf_counter())
         return found

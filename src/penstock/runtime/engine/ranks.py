@@ -139,20 +139,21 @@ class LocalRanks:
         return seeded(self.counter, part.stream, self._generators[rank])
 
     @contextmanager
-    def in_call(self, call: str, in_loop: bool = False) -> Iterator[None]:
-        """Around a step or an evaluation: on processes, other ranks hear which call this one is in, and Ctrl-C waits
-        until a message, or the end of the step, is complete; `in_loop`, what came at its end, until the next step.
+    def in_call(self, call: str, in_loop: bool = False, settles: bool = False) -> Iterator[None]:
+        """Surround a step or an evaluation: on processes, other ranks hear which call this one is in, and Ctrl-C is
+        raised where they can hear of that, too (`CtrlC.around_step`).
         """
         transport = self.transports[0]
         if not transport.holds_interrupts:
             yield
             return
-        with CTRL_C.around_step(in_loop), calling(transport, call):
-            try:
-                yield
-            finally:
-                if CTRL_C.cut and transport.broken is None:
-                    transport.abort(stopped_by_force(transport.rank))
+
+        def give_up() -> None:
+            if transport.broken is None:
+                transport.abort(stopped_by_force(transport.rank))
+
+        with CTRL_C.around_step(in_loop, settles, give_up), calling(transport, call):
+            yield
 
     @contextmanager
     def step(self, alone: Iterable[Compute] = ()) -> Iterator[None]:

@@ -260,7 +260,7 @@ class StepCounter:
         self.evaluations = 0
         self.training = True
         self.first = 0  # the number of this replica's first microbatch among those of all
-        self.apart = ""  # why the steps that the ranks have completed no longer belong together, until they are loaded
+        self.is_apart = False  # whether ranks have completed or updated other steps, until these are loaded
 
     def seed_for(self, microbatch: Any, stage: int) -> Any:
         """The seed of one compute of the step that runs now; or of several, see `seed_of`."""

@@ -1,23 +1,33 @@
-"""Ctrl-C between messages, and never in the middle of one.
+"""Ctrl-C where the other ranks can be told of it, and never in the middle of a message.
 
 Python raises KeyboardInterrupt between any two instructions: also after a packet was read and before it was filed, or
-after a message was sent and before it was counted. The links would be left in disorder, and the step that follows
-would find messages of another. So while a rank on a process of its own runs a step, Ctrl-C is held back for the time
-of a send, a post or a receive, and raised when that is done; a receive that waits is ended by it, with nothing taken.
-Which functions these are is marked where they are defined (`uninterrupted`): the handler looks for them in the stack,
-so that they themselves pay nothing for it. Computes, which take long, are interrupted as ever, but not in a finaliser:
-Python drops what is raised there, so both the Ctrl-C and the rest of the finaliser would be lost. What was held back is
-raised before the next action, or at the end of the step. What comes while the step is being prepared is raised before
-its first action, because a rank that has not begun its step cannot tell the others that it has left it.
-What comes while the step ends (a matter of a few messages) waits for that, but no longer than a second. It is raised
-after the step, of which the others know nothing: they would wait for this rank in the next one. So in a loop of steps
-it is owed until that one begins, and told to all there.
+while a step is being prepared, of which the others would never hear that this rank has left it. So in a call that all
+ranks make, Ctrl-C is raised only while the program of a step runs, where a failure travels in the place of messages,
+and there not within a send, a post or a receive (functions marked `uninterrupted`, for which the handler looks in the
+stack), nor in a finaliser, where Python would drop it. What comes elsewhere is held until the next program runs: before
+the first action of this step or, where the step is complete and one of a loop, of the next one (`owed`).
 
-Once a Ctrl-C was raised, the step is being left: the next one waits for that in the same way, so that it cannot take
-the rank out of the step before the others have heard of the first. One more never waits, as the second does not that
-comes while the first is held back. Where it ends a step in the middle of a message, or before the messages of the step
-are off the wires, no later step could tell whose they are: the group is given up (`cut`, `stopped_by_force`), and
-every rank is told so.
+The state of this is one value:
+
+    outside --begin--> closed --open--> open --close--> closed --end--> outside
+    closed --press--> held --open--> due --raise--> left --end--> outside
+    open --press--> left --press--> again --end--> outside
+    open --message--> due --close--> held --end--> outside
+    held --owe--> owed --begin--> held --press--> cut --end--> outside
+    due --press--> cut --press--> cut
+    due --owe--> owed --settle--> held
+    again --owe--> owed --release--> outside
+    again --press--> cut
+    due --heard--> open --end--> outside
+    outside --settle--> waiting --press--> due --end--> outside
+    waiting --end--> outside
+
+`press` is Ctrl-C and `message` one in the middle of a message; `open` and `close` are the ends of the program, `end`
+(or `owe`) that of the call; what is not drawn leaves the state as it is. In `held`, `due` and `again` one is held back:
+`due` is raised between two messages, or by a wait that may be left with nothing lost. Another one does not wait: it is
+raised at once, wherever that is (`cut`). Then nobody could tell whose messages those on the wires are, and the group is
+given up, of which every rank hears at once. In `left` the step is being left because of one, of which the others are
+told: the next is held once more. `waiting` is for a call that only collects what others report: it may be left.
 """
 
 from __future__ import annotations
@@ -27,14 +37,44 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from time import monotonic
+from enum import Enum
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-GRACE_SECONDS = 1.0
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _HOLDING: set[CodeType] = set()
 _WEAK_FILES = {weakref.__file__, weakref.WeakSet.__init__.__code__.co_filename}
+
+
+class State(Enum):
+    """Where this process is, as far as Ctrl-C goes."""
+
+    OUTSIDE = "outside"
+    CLOSED = "closed"
+    OPEN = "open"
+    WAITING = "waiting"
+    HELD = "held"
+    DUE = "due"
+    LEFT = "left"
+    AGAIN = "again"
+    CUT = "cut"
+    OWED = "owed"
+
+
+OUTSIDE, CLOSED, OPEN, WAITING, HELD, DUE, LEFT, AGAIN, CUT, OWED = State
+HOLDING = (HELD, DUE, AGAIN)
+TRANSITIONS = {
+    OUTSIDE: {"begin": CLOSED, "settle": WAITING},
+    CLOSED: {"press": HELD, "open": OPEN, "end": OUTSIDE},
+    OPEN: {"press": LEFT, "message": DUE, "close": CLOSED, "end": OUTSIDE},
+    WAITING: {"press": DUE, "end": OUTSIDE},
+    HELD: {"press": CUT, "open": DUE, "end": OUTSIDE, "owe": OWED},
+    DUE: {"press": CUT, "raise": LEFT, "heard": OPEN, "close": HELD, "end": OUTSIDE, "owe": OWED},
+    LEFT: {"press": AGAIN, "end": OUTSIDE},
+    AGAIN: {"press": CUT, "end": OUTSIDE, "owe": OWED},
+    CUT: {"press": CUT, "end": OUTSIDE},
+    OWED: {"begin": HELD, "settle": HELD, "release": OUTSIDE},
+}
 
 
 def uninterrupted(function: _Function) -> _Function:
@@ -47,7 +87,7 @@ def uninterrupted(function: _Function) -> _Function:
 
 
 def _must_end(frame: FrameType | None) -> bool:
-    """Whether something is under way that must come to its end first."""
+    """Return whether something is under way that must come to its end first."""
     while frame is not None:
         code = frame.f_code
         if code in _HOLDING or code.co_name == "__del__" or code.co_filename in _WEAK_FILES:
@@ -56,101 +96,89 @@ def _must_end(frame: FrameType | None) -> bool:
     return False
 
 
-class _CtrlC:
-    """There is one of these, as there is one handler in a process.
+class CtrlC:
+    """There is one of these, as there is one handler in a process. `signals` is what has that, as the module does."""
 
-    `since`: when one came that is held back, or 0. `cut`: whether one was raised in the middle of a message, or of
-    leaving the step because of another.
-    `owed`: one of a step that is complete, which the next step raises.
-    """
+    def __init__(self, signals: Any = signal) -> None:
+        self.state = OUTSIDE
+        self._signals = signals
+        self._before: Any = None  # the handler outside of steps
 
-    def __init__(self) -> None:
-        self.held = False
-        self.since = 0.0
-        self.ending = False
-        self.cut = False
-        self._left = False  # the step, because of one
-        self.owed: KeyboardInterrupt | None = None
-        self._before: Any = None
+    def go(self, event: str) -> None:
+        """Change the state as drawn."""
+        self.state = TRANSITIONS[self.state].get(event, self.state)
 
     @contextmanager
-    def around_step(self, in_loop: bool = False) -> Iterator[None]:
-        """Where this is the main thread and Ctrl-C raises: have it in hand for a step.
+    def around_step(
+        self, in_loop: bool = False, settles: bool = False, give_up: Callable[[], object] = lambda: None
+    ) -> Iterator[None]:
+        """Have Ctrl-C in hand for a step, where this is the main thread and Ctrl-C raises.
 
-        In a loop, one that came as a step ended is owed to the next.
+        In a loop, one that came as a step ended is owed to the next. A call that only `settles` may be left where it
+        waits. `give_up` is called where one was raised by force.
         """
-        before = signal.getsignal(signal.SIGINT)
+        before = self._signals.getsignal(signal.SIGINT)
         if threading.current_thread() is not threading.main_thread() or not callable(before) or before == self._handle:
             yield
             return
-        self._before, self.held, self.ending, self.cut, self.since = before, True, False, False, 0.0
-        self._left, complete, raised = False, False, None
+        if self.state is not OWED:  # one that came in the last lines below has left the call before with its state
+            self.state = OUTSIDE
+        self._before, complete, raised = before, False, None
         try:
-            signal.signal(signal.SIGINT, self._handle)
+            self.go("settle" if settles else "begin")
+            self._signals.signal(signal.SIGINT, self._handle)
             yield
             complete = True
         except BaseException as error:
             raised = error
             raise
         finally:
-            self.held = True
-            signal.signal(signal.SIGINT, before)
-            self._before, self.held = None, False
-            late, self.since = self.since, 0.0
+            if self.state is CUT:
+                give_up()
+            self._signals.signal(signal.SIGINT, before)
+            late = self.state in HOLDING and not isinstance(raised, KeyboardInterrupt)  # which is what the user wants
+            self.go("owe" if late and complete and in_loop else "end")
             try:
-                if late and not isinstance(raised, KeyboardInterrupt):  # else it is what the user wants already
-                    self._late(before, complete, in_loop, getattr(raised, "__notes__", ()))
+                if late and self.state is OUTSIDE:
+                    self._late(before, complete, getattr(raised, "__notes__", ()))
             finally:
                 del raised  # which holds this frame
 
-    def _late(self, handler: Callable[..., Any], complete: bool, in_loop: bool, notes: Iterable[str]) -> None:
-        """What came while the step was being ended; the other ranks may not have heard of it."""
+    def _late(self, handler: Callable[..., Any], complete: bool, notes: Iterable[str]) -> None:
+        """Raise what came while the step was being ended, of which the other ranks may not have heard."""
         try:
             handler(signal.SIGINT, None)
         except KeyboardInterrupt as error:
-            if complete and in_loop:
-                self.owed = error
-                return
             for note in ("this came as the step was ending: the step is complete",) if complete else notes:
                 error.add_note(note)
             raise
 
-    def begin_step(self) -> None:
-        """From here on the others are told why this rank leaves the step."""
-        self.held = False
-        self.raise_owed()
-
     def raise_owed(self) -> None:
-        """Raise what came as the last step of a loop ended: in the next step, or where there is none."""
-        if self.owed is not None and threading.current_thread() is threading.main_thread():
-            owed, self.owed = self.owed, None
-            raise owed
+        """Raise what came as the last step of a loop ended, where no step follows."""
+        if self.state is OWED and threading.current_thread() is threading.main_thread():
+            self.go("release")
+            self._signals.getsignal(signal.SIGINT)(signal.SIGINT, None)
 
-    def end_step(self) -> None:
-        """From here on the step is being ended."""
-        self.held = self.ending = True
-
-    def raise_held(self) -> None:
+    def raise_due(self) -> None:
         """Raise what was held back: called between messages, and where a wait may be left with nothing lost."""
-        mine = self._before and threading.current_thread() is threading.main_thread()
-        if self.since and mine and (not self.ending or monotonic() - self.since > GRACE_SECONDS):
-            self._raise()
+        if self.state is DUE and threading.current_thread() is threading.main_thread():
+            self._raise(None, "raise")
+            self.go("heard")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        must_end = _must_end(frame)
-        if not self.since and (self.held or must_end):
-            self.since = monotonic()
+        event = "message" if self.state is OPEN and _must_end(frame) else "press"
+        if TRANSITIONS[self.state].get(event) in HOLDING:
+            self.go(event)
         else:
-            self._raise(frame, cut=must_end)
+            self._raise(frame, event)
 
-    def _raise(self, frame: FrameType | None = None, cut: bool = False) -> None:
-        self.since = 0.0
+    def _raise(self, frame: FrameType | None, event: str) -> None:
+        """Do what Ctrl-C does outside of steps, and go on as drawn if it raises."""
         try:
             self._before(signal.SIGINT, frame)
         except BaseException:
-            self.cut = self.cut or cut or self._left
-            self._left = self.held = True
+            self.go(event)
             raise
 
 
-CTRL_C = _CtrlC()
+CTRL_C = CtrlC()

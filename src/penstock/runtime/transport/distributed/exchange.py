@@ -33,6 +33,7 @@ FRAME_BYTES = 16 * 1024  # the entries of some dozens of ranks: what fits is tak
 _HEAD = struct.Struct("<IIQQ")  # magic, spare, number of the exchange, bytes of the body
 _MAGIC = 0x53544152
 _ROOM = FRAME_BYTES - _HEAD.size
+Summary = tuple[str | None, list[str], list[bytes]]  # in what programs differ, if in anything; calls; values
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -134,18 +135,19 @@ class Exchange:
                 if work is not None or self.sockets is None or not self.sockets.has_exchange(rank, posted.step):
                     return None
                 self._hear(posted, rank, frame, work)
-        fault, calls, _ = self._sum_up(posted)
-        return None if fault is not None or len(set(calls)) > 1 else self.collect(posted)
+        summary = self._sum_up(posted)
+        fault, calls, _ = summary
+        return None if fault is not None or len(set(calls)) > 1 else self.collect(posted, summary)
 
-    def collect(self, posted: Posted) -> Exchanged:
-        """What every rank has said."""
+    def collect(self, posted: Posted, summary: Summary | None = None) -> Exchanged:
+        """Return what every rank has said; `summary` is that of the coordinator, where it is made already."""
         if not posted.found:
-            posted.found.append(self._collect(posted))
+            posted.found.append(self._collect(posted, summary))
         return posted.found[0]
 
-    def _collect(self, posted: Posted) -> Exchanged:
+    def _collect(self, posted: Posted, summary: Summary | None) -> Exchanged:
         if self.rank == self.coordinator:
-            fault, calls, values = self._conduct(posted)
+            fault, calls, values = self._conduct(posted, summary)
         else:
             fault, calls, values = self._read(self.coordinator, self._take_answer(posted))
         found = [posted.value if rank == self.rank else self._read(rank, values[rank]) for rank in range(self.ranks)]
@@ -158,15 +160,15 @@ class Exchange:
         self._wait(centre, posted.sends)
         return answer
 
-    def _conduct(self, posted: Posted) -> tuple[str | None, list[str], list[bytes]]:
+    def _conduct(self, posted: Posted, summary: Summary | None) -> Summary:
         for rank, (frame, work) in posted.receives.items():
             if rank not in posted.heard:
                 self._hear(posted, rank, frame, work)
-        answer = self._sum_up(posted)
+        answer = summary or self._sum_up(posted)
         self._answer(posted, plain.dumps(answer))
         return answer
 
-    def _sum_up(self, posted: Posted) -> tuple[str | None, list[str], list[bytes]]:
+    def _sum_up(self, posted: Posted) -> Summary:
         """In what the programs of the ranks differ, their calls and their values, once all have been heard."""
         told = [posted.heard[rank] for rank in range(self.ranks)]
         return compare(told, posted.used), [each.call for each in told], [each.value for each in told]

@@ -29,6 +29,8 @@ SLACK_SECONDS = (
     10.0  # gloo's own timeout comes this much later than ours: it is the last resort, where the watch ends nothing
 )
 
+SEND_SLACK_SECONDS = 4.0  # for a message that its receiver takes soon: nothing but this ends such a wait
+
 
 class PeerConnection(NamedTuple):
     """A connection to another rank: a backend, and the number that the rank has in that.
@@ -54,7 +56,7 @@ class BackendTransfers:
         self._now = watch.clock.now
         self.timeout = timeout
         self.give_way: Callable[[], object] = lambda: None  # to gloo's threads, where they are held back
-        self._short = timedelta(seconds=timeout + SLACK_SECONDS)
+        self._short = timedelta(seconds=timeout + SEND_SLACK_SECONDS)
         # As long as other ranks go on. That of devices' backends too: their own watchdog ends the process.
         self.longest = timedelta(seconds=timeout + SLACK_SECONDS + LONGEST_SECONDS)
 
@@ -102,8 +104,8 @@ class BackendTransfers:
     ) -> None:
         """Wait for one operation; the watch sees for whom, and ends the wait if that is hopeless.
 
-        The watch cannot end the wait for what has begun to come, or to leave (`is_short`); gloo's own limit then is ten
-        seconds after ours.
+        The watch cannot end the wait for what has begun to come, or to leave (`is_short`); gloo's own limit then is
+        some seconds after ours, by which time the watch has mostly found out who is silent.
         """
         watch = self.watch
         watch.waiting = waiting = self._waiting(peer, channel, microbatch)

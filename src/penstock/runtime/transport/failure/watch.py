@@ -216,6 +216,8 @@ class Watch:
                     gone = self.clock.now()
             if gone is not None:
                 verdict = self._after_store(gone)
+                if verdict is not None:  # of a rank that has left because this one stood still
+                    verdict = self._own_stop() or verdict
             if verdict is not None:
                 if gone is None:
                     with suppress(Exception):
@@ -275,8 +277,8 @@ class Watch:
         self._overdue.in_other_group.tell(self.leave_other_group is not None or self.waits_in_other_group())
         self._overdue.compiling.tell(is_compiling())
         waiting, proposal = self.waiting or self.device_waiting(), self._proposal
-        if proposal is not None and self.clock.now() - self._stood_until < self._timeout:
-            proposal = PeerFailure(self._rank, f"stood still for {self._stood_still:.0f} s, so that the others left")
+        if proposal is not None:
+            proposal = self._own_stop() or proposal
         mine: Alarm | None = None
         if proposal is not None:
             mine = Alarm(self._rank, waiting, proposal)
@@ -324,6 +326,12 @@ class Watch:
         self._slowest = max(0.95 * self._slowest, self.clock.now() - begin)
         return answer
 
+    def _own_stop(self) -> PeerFailure | None:
+        """Return why others have left, if this rank itself stood still for longer than the timeout a moment ago."""
+        if self.clock.now() - self._stood_until > self._timeout:
+            return None
+        return PeerFailure(self._rank, f"stood still for {self._stood_still:.0f} s, so that the others left")
+
     # -- without the store
 
     def _is_hopeless(self, seconds: float) -> bool:
@@ -352,7 +360,7 @@ class Watch:
             return self._alarmed
         silent = self.store_host.silent()
         if silent is not None:
-            return silent
+            return self._own_stop() or silent
         if self._proposal is not None or self.waiting is None:
             return self._proposal
         return self.waiting.blame(self._rank, f"silent for {self._timeout:g} s")

@@ -41,7 +41,7 @@ from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss
 from penstock.runtime.transport.failure.watch import Watch
-from penstock.runtime.transport.interrupts import CTRL_C
+from penstock.runtime.transport.interrupts import CTRL_C, DUE
 from penstock.runtime.transport.layout.layout import Layout
 from penstock.runtime.transport.shared_memory.blocks import BlockPool, InBlock, map_memory
 
@@ -265,8 +265,8 @@ class Connections(dict[int, Connection]):
             while not done():
                 if watch.verdict is not None:
                     raise after_loss(watch.verdict)
-                if CTRL_C.since:
-                    CTRL_C.raise_held()
+                if CTRL_C.state is DUE:
+                    CTRL_C.raise_due()
                 if monotonic() < awake:
                     if not connection.read(False):
                         os.sched_yield()

@@ -107,7 +107,7 @@ def test_a_loss_that_is_set_later_brings_its_parameters(transport: str | None) -
 
 def changed_later(transport: str | None = None) -> None:
     (model, loss_fn), (x, y) = made(), batch()
-    (plain_model, plain_loss), _ = made()
+    plain_model, plain_loss = made()
     with penstock.Pipeline(
         model, stages=2, microbatches=M, loss_fn=F.mse_loss, timeout=30, transport=transport
     ) as pipe:

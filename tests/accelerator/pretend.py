@@ -156,6 +156,7 @@ def hang(device: int = -1) -> None:
     """Launch a kernel that does not end until it is let go; deferred only."""
     native.hang(device)
 
+
 if NAME == "cuda":
     torch_module.take_the_place_of_cuda(native)
 else:

@@ -68,7 +68,9 @@ def faults_of_checkpoint(case: Case) -> list[str]:
                 return exact.here(outcome(pipe.named_parameters(), pipe.named_buffers(), losses))
 
         without, resumed = run(load=False), run(load=True)
-        faults = [name for name, value in without.items() if value is not None and not torch.equal(value, resumed[name])]
+        faults = [
+            name for name, value in without.items() if value is not None and not torch.equal(value, resumed[name])
+        ]
         return faults + [str(race) for race in pretend.races()]
 
 

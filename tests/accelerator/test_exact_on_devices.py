@@ -46,6 +46,11 @@ def test_threads(family: str, name: str) -> None:
     assert on_device(FAULTS_ON_THREADS, still_cases(family), name=name).value == {}
 
 
+@pytest.mark.parametrize("family", mostly_slow(["1f1b", "zb-v", "dualpipe-v"], "1f1b"))
+def test_threads_whose_streams_run_behind_the_host(family: str) -> None:
+    assert on_device("accelerator.exact:faults_behind_the_host", still_cases(family), name="cuda").value == {}
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", mostly_slow(TRAINING, "1f1b"))
 def test_threads_with_dropout(family: str, name: str) -> None:
@@ -77,3 +82,10 @@ def test_every_family_on_processes(ranks: int, model: str, name: str) -> None:
     cases = on_processes(ranks, TRAINING, model, recompute=recompute)
     outcomes = on_ranks(ranks, FAULTS_ON_PROCESSES, cases, name=name, limit=60)
     assert [each.value for each in outcomes] == [{}] * ranks
+
+
+@pytest.mark.slow
+def test_processes_whose_streams_run_behind_the_host() -> None:
+    cases = on_processes(2, ("1f1b", "zb-v"), "mlp", optimizer=True)
+    outcomes = on_ranks(2, "accelerator.exact:faults_behind_the_host", cases, limit=25)
+    assert [each.value for each in outcomes] == [{}, {}]

@@ -1,4 +1,4 @@
-"""The process group has NCCL's rules: what they forbid is found, and what they allow runs, bit for bit and without a race."""
+"""The process group has NCCL's rules: what they forbid is found, and what they allow runs without a race."""
 
 from __future__ import annotations
 
@@ -182,6 +182,31 @@ def test_sizes_that_differ_are_told_on_both_sides() -> None:
     sender, receiver = attempt(2, sizes_differ, grouped=True)
     assert "rank 0 sends 16 bytes on communicator 0/0:1 where rank 1 receives 12" in sender.error
     assert "rank 1 receives 12 bytes on communicator 0/0:1 where rank 0 sends 16" in receiver.error
+
+
+def two_messages(swapped: bool, second: int) -> list[list[float]]:
+    """Send two messages of 4 numbers and of `second`; the mutant sends them in the other order."""
+    import torch.distributed as dist
+
+    sizes = [4, second]
+    if dist.get_rank() == 0:
+        for place in (1, 0) if swapped else (0, 1):
+            dist.send(filled(place, sizes[place]), 1)
+        return []
+    both = [filled(-1, size) for size in sizes]
+    for each in both:
+        dist.recv(each, 0)
+    return [each.tolist() for each in both]
+
+
+def test_sends_that_are_swapped_are_found_by_their_sizes_and_else_arrive_swapped() -> None:
+    """As with NCCL, which has no tags: only their values show that two messages of one size were swapped."""
+    assert on_ranks(2, two_messages, False, 3)[1].value == [[0.0] * 4, [1.0] * 3]
+    assert (
+        "receives 16 bytes on communicator 0/0:1 where rank 0 sends 12"
+        in attempt(2, two_messages, True, 3, grouped=True)[1].error
+    )
+    assert on_ranks(2, two_messages, True, 4)[1].value == [[1.0] * 4, [0.0] * 4]
 
 
 def test_collectives_that_differ_are_told() -> None:

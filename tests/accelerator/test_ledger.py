@@ -297,3 +297,52 @@ def test_every_wait_of_the_host_is_counted_with_its_place(name: str) -> None:
         "synchronize()",
     ]
     assert all("wait_in_every_way" in each for each in outcome.syncs)
+
+
+def hand_over_by(way: str) -> list[str]:
+    """One thread waits for a stream, and another one launches on a second stream; only a lock or a join orders them."""
+    import threading
+    import time
+
+    import torch
+    from accelerator import hosts, pretend
+
+    on = pretend.device(0)
+    with hosts.apart():
+        pretend.clear()
+        x, side, condition, done = torch.zeros(4, device=on), torch.Stream(device=on), threading.Condition(), []
+        torch.accelerator.synchronize(on)
+
+        def first() -> None:
+            x.add_(1)
+            torch.accelerator.current_stream(on).synchronize()
+            if way == "a condition":
+                with condition:
+                    done.append(1)
+                    condition.notify_all()
+            done.append(1)
+
+        def second() -> None:
+            if way == "a condition":
+                with condition:
+                    condition.wait_for(lambda: done)
+            while len(done) < 1 + (way == "a condition"):  # by luck, as far as anybody can know
+                time.sleep(0.01)
+            with side:
+                x.add_(1)
+
+        threads = [threading.Thread(target=each) for each in (first, second)]
+        for number, each in enumerate(threads):
+            each.start()
+            if way == "a join" and not number:
+                each.join()
+        for each in threads:
+            each.join()
+        side.synchronize()
+    return [str(each) for each in pretend.races()]
+
+
+@pytest.mark.parametrize(("way", "raced"), [("a join", False), ("a condition", False), ("luck", True)])
+def test_threads_kept_apart_know_only_what_they_have_heard_of(way: str, raced: bool) -> None:
+    races = on_device(hand_over_by, way).value
+    assert bool(races) == raced, races

@@ -37,10 +37,11 @@ def test_torchs_own_replicas_run_on_the_device(name: str, kind: str) -> None:
         assert each.value["races"] == []
 
 
+@NOT_YET
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", NAMES)
 def test_replicas_of_a_pipeline(name: str, kind: str) -> None:
     cases = [Replicated("1f1b", kind, "mlp"), Replicated("zb-v", kind, "mlp", optimizer=True)]
-    outcomes = on_ranks(4, "accelerator.training:faults_on_mesh", cases, name=name)
+    outcomes = on_ranks(4, "accelerator.training:faults_on_mesh", cases, name=name, limit=30)
     assert [each.value for each in outcomes] == [{}] * 4

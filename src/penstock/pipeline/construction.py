@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.devices import CPU, accelerator, on_accelerator, to_device
 from penstock.group.choose_schedule import choose_schedule
@@ -20,7 +21,7 @@ from penstock.optim.precision import precision_of
 from penstock.parallel.composition import Composition
 from penstock.pipeline.arguments import alike, first_count
 from penstock.pipeline.deployment import Deployment
-from penstock.pipeline.devices import devices_of_ranks, home_of, serves
+from penstock.pipeline.devices import devices_of_ranks, home_of, measuring_device, serves
 from penstock.pipeline.programs import Programs
 from penstock.runtime.batch.microbatch import plain_example
 from penstock.runtime.engine.ranks import LocalRanks
@@ -76,7 +77,7 @@ class Construction:
                 schedule_for=lambda stages: self._choose(Topology.chain(stages), self._count),
                 agree=self._agree,
                 measures=self.measures,
-                device=torch.device(asked.devices[0]) if asked.devices else None,  # of the rank that measures
+                device=measuring_device(asked.devices, self._modules, self.world),
                 search=None if self._searched is None else self._searched.cuts,
             ),
             example=self._example(),
@@ -85,10 +86,14 @@ class Construction:
         )
         return replace(cut, loss=loss_holding(asked.loss_fn, cut))
 
+    @property
+    def _modules(self) -> Sequence[nn.Module]:
+        model = self._given.model
+        return model if isinstance(model, Sequence) else [model]
+
     def _example(self) -> Any:
         """The example without marks, on the device where the model is."""
-        model = self._given.model
-        home = home_of(model if isinstance(model, Sequence) else [model])
+        home = home_of(self._modules)
         return to_device(plain_example(self._given.example), home if on_accelerator(home) else None)
 
     def deploy(self, staged: StagedModel) -> Deployment:

@@ -65,6 +65,18 @@ def devices_of_ranks(
     return dict.fromkeys(local, torch.device(kind, own_index())) if serves(world.group, kind) else {}
 
 
+def measuring_device(
+    asked: Sequence[torch.device | str] | str | None, modules: Iterable[nn.Module], world: World
+) -> torch.device | None:
+    """Return the device on which a model is measured before it is cut; None where it is measured where it is."""
+    if asked is None or not isinstance(asked, str):
+        return indexed(asked[0]) if asked else None
+    kind = accelerator()
+    if kind is None or on_accelerator(home_of(modules)) or not (world.size is None or serves(world.group, kind)):
+        return None
+    return torch.device(kind, 0 if world.size is None else own_index())
+
+
 def serves(group: Any, kind: str) -> bool:
     """Return whether a process group has a backend for the accelerator itself; one of gloo alone is for CPUs."""
     if not isinstance(group, dist.ProcessGroup) or kind not in {device.type for device in group._device_types}:

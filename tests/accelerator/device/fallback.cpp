@@ -25,6 +25,12 @@ bool takes_host_tensors(const std::string& name) {
   return names.count(name) > 0;
 }
 
+// A number of Python stays one: it counts less than a tensor when types are promoted, and meta kernels that are written in
+// Python take it as a number.
+bool is_number(const at::Tensor& tensor) {
+  return !tensor.defined() || tensor.unsafeGetTensorImpl()->is_wrapped_number();
+}
+
 template <typename Call>
 void each_tensor(const c10::IValue& value, Call call) {
   if (value.isTensor()) {
@@ -189,7 +195,7 @@ class Call {
       } else {
         made.push_back(with_tensors(value, [&](const at::Tensor& tensor) {
           if (is_there(tensor)) return loan.lend(tensor);
-          return later && tensor.defined() ? tensor.clone() : tensor;
+          return later && !is_number(tensor) ? tensor.clone() : tensor;
         }));
       }
     }
@@ -251,7 +257,7 @@ class Call {
         meta.emplace_back();
       else
         meta.push_back(with_tensors(value, [&](const at::Tensor& tensor) {
-          return tensor.defined() && (is_there(tensor) || tensor.dim() > 0) ? shapes.lend(tensor) : tensor;
+          return is_number(tensor) ? tensor : shapes.lend(tensor);
         }));
     }
     try {

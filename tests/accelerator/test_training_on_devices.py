@@ -37,7 +37,6 @@ def test_torchs_own_replicas_run_on_the_device(name: str, kind: str) -> None:
         assert each.value["races"] == []
 
 
-@NOT_YET
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", NAMES)

@@ -17,16 +17,15 @@ from accelerator.harness import require_device
 SCRIPT = """
 from accelerator import pretend
 import torch, penstock
-pipe = penstock.Pipeline(
-    torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)]), stages=4, microbatches=4, loss_fn=torch.nn.MSELoss()
-)
+model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+pipe = penstock.Pipeline(model, stages=4, microbatches=4, loss_fn=torch.nn.MSELoss())
 x = torch.randn(16, 8)
 pipe.step(x, target=x)
 {}
 """
 
 
-@pytest.mark.parametrize("last", ["pipe.close()", "", ""])
+@pytest.mark.parametrize("last", ["pipe.close()", "", "print()"])
 def test_a_script_with_ranks_on_devices_ends_well(last: str) -> None:
     require_device()
     paths = [str(Path(__file__).resolve().parents[1]), *filter(None, sys.path)]

@@ -20,6 +20,12 @@ def accelerator() -> str | None:
     return None if found is None else found.type
 
 
+@cache
+def has_accelerator() -> bool:
+    """Return whether there is one, for what is asked often."""
+    return accelerator() is not None
+
+
 def device_types() -> tuple[str, ...]:
     """Return the kinds of devices that this process computes on."""
     found = accelerator()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from functools import partial
 from queue import SimpleQueue
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
 
-from penstock.devices import as_caller, on_accelerator
+from penstock.devices import as_caller, has_accelerator, on_accelerator
 from penstock.errors import PeerFailure
 from penstock.messages.clock import daemon
 from penstock.runtime.engine.executor import Executor
@@ -50,6 +51,11 @@ class Workers:
         deadline = monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, deadline - monotonic()))
+            # As a thread ends, torch frees the phase that autograd was shown, and needs the interpreter to.
+            while (
+                has_accelerator() and os.path.exists(f"/proc/self/task/{thread.native_id}") and monotonic() < deadline
+            ):
+                sleep(0.001)
 
 
 def _serve(jobs: SimpleQueue[Any]) -> None:

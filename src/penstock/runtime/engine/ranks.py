@@ -248,7 +248,8 @@ class LocalRanks:
 
     def _start_threads(self) -> RankThreads:
         threads = RankThreads(self.executors, self.transports[0].abort, self.reset)
-        weakref.finalize(self, threads.workers.stop)
+        # At the end of the process they are left as they are: idle threads wait for ever, and it ends without them.
+        weakref.finalize(self, threads.workers.stop).atexit = False
         self._patience.ranks = threads.workers.ranks
         if not self._stage_type.attached:
             for hook in own_by_hook([stage.fresh for stage in self._stages()]):

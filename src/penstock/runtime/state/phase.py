@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.devices import has_accelerator
+
 _KEY = "penstock.phase"
 
 
@@ -60,7 +62,8 @@ NOW = _Now()
 def enter_backward(phase: Phase | None) -> Phase | None:
     """Set this thread's compute, for the threads of autograd's that run its backward too; return the one before."""
     before, NOW.own = NOW.own, phase
-    torch._C._stash_obj_in_tls(_KEY, phase)
+    if has_accelerator():  # Otherwise a backward runs on this thread.
+        torch._C._stash_obj_in_tls(_KEY, phase)
     return before
 
 

@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from accelerator.harness import NAMES, attempt, on_device, on_ranks
+from accelerator.harness import NAMES, on_device, on_ranks
 from tiers import mostly_slow
 from torch import nn
 
@@ -345,12 +345,6 @@ def test_a_process_takes_the_device_of_its_local_rank(name: str) -> None:
     wanted = on_device(by_hand, 2, name=name).value
     found = [each for outcome in outcomes for each in outcome.value[1]]
     assert all((a - b).abs().max() < 1e-6 for a, b in zip(found, wanted, strict=True))
-
-
-def test_processes_on_devices_of_different_kinds_are_refused_with_the_reason() -> None:
-    for outcome in attempt(2, on_processes_of_a_group, False, ["cpu", "pretend"], grouped=True):
-        assert "kind of device (one for all, where tensors travel by its own backend)" in outcome.error
-        assert "rank 1 has pretend, rank 0 has cpu" in outcome.error
 
 
 def recorded(slow: float) -> list[tuple[str, int, float, float]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.devices import CPU, accelerator, on_accelerator, to_device
+from penstock.devices import CPU, on_accelerator, to_device
 from penstock.group.choose_schedule import choose_schedule
 from penstock.group.searched_cut import searched_cut
 from penstock.group.world import World
@@ -21,7 +21,7 @@ from penstock.optim.precision import precision_of
 from penstock.parallel.composition import Composition
 from penstock.pipeline.arguments import alike, first_count
 from penstock.pipeline.deployment import Deployment
-from penstock.pipeline.devices import devices_of_ranks, home_of, measuring_device, serves
+from penstock.pipeline.devices import devices_of_ranks, home_of, measuring_device
 from penstock.pipeline.programs import Programs
 from penstock.runtime.batch.microbatch import plain_example
 from penstock.runtime.engine.ranks import LocalRanks
@@ -120,14 +120,9 @@ class Construction:
         return deployment
 
     def _take_device(self, places: Mapping[int, torch.device]) -> None:
-        """Make this process's device its current one; ranks state its kind, which must be that of their backend."""
+        """Make this process's device its current one."""
         if self.world.size is None:
             return
         device = next(iter(places.values()), CPU)
         if on_accelerator(device):
             torch.accelerator.set_device_index(device.index)
-        kind = accelerator()
-        own = kind is not None and serves(self.world.group, kind)
-        self.settings["kind of device (one for all, where tensors travel by its own backend)"] = (
-            device.type if own else "any"
-        )

@@ -45,7 +45,7 @@ from penstock.runtime.state.transaction import Transaction
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.compiling import listen_to_dynamo
 from penstock.runtime.transport.failure.peer_failures import stopped_by_force
-from penstock.runtime.transport.interrupts import CTRL_C
+from penstock.runtime.transport.interrupts import CTRL_C, CUT
 from penstock.schedule import Placement, Schedule
 
 
@@ -271,8 +271,9 @@ class LocalRanks:
             transaction.undo_late()
 
     def _is_lost(self) -> bool:
-        """Whether a peer in another process is lost. (Threads have no link that could be.)"""
-        return self.transports[0].holds_interrupts and self.transports[0].broken is not None
+        """Return whether the group of processes is lost, or given up. (Threads have no link that could be.)"""
+        transport = self.transports[0]
+        return transport.holds_interrupts and (transport.broken is not None or CTRL_C.state is CUT)
 
     def _late_ranks(self) -> Iterable[int]:
         return () if self._threads is None else self._threads.late

@@ -1,15 +1,17 @@
 """Threads of the host that know only what they have heard of.
 
-By default what one thread of the host has waited for is known to all, which hides a race whose threads were in the right
-order by luck. Inside `apart()` a thread knows what it has waited for itself, and what threads knew whose lock it then
-took, that started it, or that it joined. Locks made before are not seen, nor are those of C: make the pipeline inside.
+By default what one thread of the host has waited for is known to all, which hides a race whose threads were in the
+right order by luck. Inside `apart()` a thread knows what it has waited for itself, and what threads knew whose lock it
+then took, that started it, or that it joined. Locks made before are not seen, nor are those of C: make the pipeline
+inside.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -57,6 +59,10 @@ class _Lock:
         self.release()
 
 
+def _wrapped(make: Callable[[], Any]) -> _Lock:
+    return _Lock(make())
+
+
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
     """Inside, threads of the host know only what they have heard of."""
@@ -86,8 +92,8 @@ def apart() -> Iterator[None]:
     native.keep_hosts_apart(True)
     try:
         with (
-            mock.patch.object(threading, "Lock", new=lambda: _Lock(lock())),
-            mock.patch.object(threading, "RLock", new=lambda: _Lock(again())),
+            mock.patch.object(threading, "Lock", partial(_wrapped, lock)),
+            mock.patch.object(threading, "RLock", partial(_wrapped, again)),
             mock.patch.object(threading.Thread, "start", started),
             mock.patch.object(threading.Thread, "run", running),
             mock.patch.object(threading.Thread, "join", joined),

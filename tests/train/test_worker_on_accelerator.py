@@ -88,7 +88,7 @@ def test_ranks_that_are_processes_train_on_the_device_of_their_local_rank(tmp_pa
     assert [row["process"] for row in rows] == [outcome.value["used"][rank] for rank, outcome in enumerate(outcomes)]
     for row in rows:
         assert row["activations"] > 0
-        assert row["tensors"] == pytest.approx(row["process"], abs=1000)  # Adam counts its steps on the CPU
+        assert row["tensors"] == pytest.approx(row["process"], rel=0.05)  # messages have memory of their own
 
 
 def dry_run(folder: str, limit: int) -> str:

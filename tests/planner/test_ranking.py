@@ -273,5 +273,5 @@ def test_gradients_count_from_the_first_backward_on_and_throughout_where_passes_
         assert found.memory[1].gradients == gradients
         assert found.memory[1].activations == alone
         accumulated = replace(found, accumulated=True)
-        assert accumulated.peaks[1] == (alone, alone + gradients)
-        assert (accumulated.memory[1].process > found.memory[1].process) == is_less
+        assert accumulated.peaks[1] == (alone + gradients, alone + 2 * gradients)
+        assert accumulated.memory[1].process > found.memory[1].process

@@ -59,7 +59,7 @@ class PlanCandidate:
     cuts: tuple[int, ...]  # the units that stages 1, 2, ... begin with
     states: float  # numbers that the optimizer keeps per parameter
     searched: Schedule | None = None  # a schedule that no family has
-    accumulated: bool = False  # several passes add up their gradients, which are there from the second one on
+    accumulated: bool = False  # Several passes add up gradients: each keeps a copy of what it found.
 
     @property
     def layout(self) -> MeshLayout:
@@ -177,7 +177,7 @@ class PlanCandidate:
         if not self.accumulated:
             return found
         whole = [sum(map(self.pricing.gradient_bytes, own)) for own in self.own]
-        return [(alone, alone + gradients) for (alone, _), gradients in zip(found, whole, strict=True)]
+        return [(alone + gradients, alone + 2 * gradients) for (alone, _), gradients in zip(found, whole, strict=True)]
 
     def _peaks_of(self, microbatches: int) -> list[tuple[float, float]]:
         return _peaks(self.family, self.layout.pp, microbatches, self.stages_per_rank, self.costs, *self._gradients)

@@ -57,7 +57,7 @@ def test_gradients_are_held_from_the_first_backward_on() -> None:
 
 
 def test_passes_that_accumulate_find_the_gradients_of_the_ones_before() -> None:
-    assert peaks("0F0 0F1 0B0 0B1", passes=2) == peaks("0F0 0F1 0B0 0B1", passes=3) == StepPeaks(64, 64 + 7)
+    assert peaks("0F0 0F1 0B0 0B1", passes=2) == peaks("0F0 0F1 0B0 0B1", passes=3) == StepPeaks(64 + 7, 64 + 7 + 7)
 
 
 def test_each_microbatch_is_run_as_the_schedule_says() -> None:

@@ -144,11 +144,15 @@ def _run(pipe: Pipeline, batch: DataBatch) -> _Measured:
 
 
 def _peaks(row: Sequence[Action | None], ways: dict[tuple[int, int], _Measured], passes: int = 1) -> StepPeaks:
-    """The most that a rank holds while it goes through its actions, in as many passes that add up their gradients."""
-    held = alone = together = gradients = 0
+    """Return the most that a rank holds while it goes through its actions, in passes that add up their gradients.
+
+    A pass that finds gradients keeps a copy of them until it has ended well.
+    """
+    held = alone = together = gradients = copied = 0
     kept: dict[tuple[int, int], int] = {}
     made: set[tuple[Op, int]] = set()  # computes that find gradients to add to
-    for action in [each for _ in range(min(passes, 2)) for each in _computes(row)]:
+    for number, action in [each for _ in range(min(passes, 2)) for each in enumerate(_computes(row))]:
+        copied = copied if number else gradients
         op, stage, place = action.op, action.stage, (action.stage, action.microbatch)
         computes, messages, firsts = ways[place]
         change, rise = computes[op, stage]
@@ -162,8 +166,8 @@ def _peaks(row: Sequence[Action | None], ways: dict[tuple[int, int], _Measured],
         else:
             new, kept[place] = sent if op is Op.B else 0, 0
         first = (computes if op is Op.F or (op, stage) in made else firsts)[op, stage]
-        alone = max(alone, held + new + rise)
-        together = max(together, held + gradients + new + first.rise)
+        alone = max(alone, held + copied + new + rise)
+        together = max(together, held + gradients + copied + new + first.rise)
         gradients += first.change - change
         held += kept[place] - before
         if op is not Op.F:

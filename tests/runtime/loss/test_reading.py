@@ -33,6 +33,10 @@ READ: dict[str, tuple[Loss, list[float]]] = {
     "masked": (lambda o: (o.mean(1) * MASK).sum() / MASK.sum(), [1 / 3]),
     "by a reciprocal": (lambda o: (o.mean(1) * MASK).sum() * (1 / MASK.sum()), [1 / 3]),
     "at least one": (lambda o: -(o.mean(1) * MASK).sum() / MASK.sum().clamp(min=1).double(), [1 / 3]),
+    "scaled inside": (lambda o: (2 * (o.mean(1) * MASK) / MASK.sum()).view(2, 2).sum(), [2 / 3]),
+    "weights with a mean of 1": (lambda o: (MASK * o.mean(1) / MASK.mean()).mean(), [1 / 3]),
+    "a product": (lambda o: o.mean(1) @ MASK / MASK.sum(), [1 / 3]),
+    "in Einstein's notation": (lambda o: -torch.einsum("b,b->", o.mean(1), MASK) / MASK.sum(), [1 / 3]),
     "another mean": (lambda o: F.smooth_l1_loss(o, o.detach()), [1 / 24]),
     "another sum": (lambda o: F.mse_loss(o, o.detach(), reduction="sum"), [1.0]),
     "likelihood": (lambda o: F.cross_entropy(o, LABELS), [1 / 3]),
@@ -50,6 +54,18 @@ def test_what_each_entry_counts_is_read(name: str) -> None:
 @pytest.mark.parametrize("loss", [lambda o: o.max(), lambda o: o.mean().sqrt(), lambda o: o.mean() / o.sum()])
 def test_what_is_no_sum_of_means_is_not_taken_for_one(loss: Loss) -> None:
     assert factors(loss) is None
+
+
+@pytest.mark.parametrize("loss", [lambda o: (o.mean(1) * (MASK / 3)).sum(), lambda o: o.mean(1) @ (MASK / 3)])
+def test_a_divisor_inside_of_weights_is_not_read(loss: Loss) -> None:
+    assert factors(loss) is None
+
+
+def test_what_the_model_multiplies_by_is_not_of_the_loss() -> None:
+    output = torch.rand(ROWS, WIDTH, requires_grad=True) * MASK.sum()
+    reading = read_loss(output.mean(), output)
+    assert reading is not None
+    assert [term.value(fetch(reading.tensors)) for term in reading.terms] == [1 / 24]
 
 
 def test_a_term_of_parameters_alone_is_not_of_rows() -> None:

@@ -84,7 +84,7 @@ class _DetachedOutput(torch.autograd.Function):
         return None, None, None
 
 
-_ANCHOR = torch.zeros((), requires_grad=True, device="cpu")
+ANCHOR = torch.zeros((), requires_grad=True, device="cpu")
 
 
 @dataclass(eq=False)
@@ -101,7 +101,7 @@ class DeferredWeights:
         """The output of an operation of which only parameters want a gradient; all of its backward waits for `W`."""
         subgraph = DeferredSubgraph(self, parameters, get_gradient_edge(output))
         self.subgraphs.append(subgraph)
-        joined: Tensor = _DetachedOutput.apply(_ANCHOR, (output.detach(),), subgraph)  # type: ignore[no-untyped-call]
+        joined: Tensor = _DetachedOutput.apply(ANCHOR, (output.detach(),), subgraph)  # type: ignore[no-untyped-call]
         return joined
 
     # --- I ---

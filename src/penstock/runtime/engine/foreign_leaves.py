@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.model.original.placeholders import Home
 from penstock.model.staged_model import StagedModel
+from penstock.runtime.backward.deferred_weights import ANCHOR
 from penstock.runtime.backward.graph_leaves import leaves_in_graph
 from penstock.runtime.backward.saved_graph import SavedGraph
 from penstock.runtime.engine.stage import Stage
@@ -60,7 +61,7 @@ def _look(
     graph: SavedGraph,
 ) -> None:
     held = [parameter for each in (stage, *beside) for parameter in each.holds.parameters()]
-    known = {id(leaf) for leaf in [*held, *(leaf for leaves in graph.leaves.values() for leaf in leaves)]}
+    known = {id(leaf) for leaf in [*held, *(leaf for leaves in graph.leaves.values() for leaf in leaves), ANCHOR]}
     for leaf in leaves_in_graph(_ends(graph)):
         if id(leaf) not in known and isinstance(leaf, nn.Parameter) != (id(leaf) in seen):
             name = _name_in(loss_fn, leaf) if stage.is_last else ""

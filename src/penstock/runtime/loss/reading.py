@@ -19,7 +19,10 @@ NEGATIVE_LOG_LIKELIHOOD = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 MEANS = frozenset({"MeanBackward0", "MeanBackward1"})
 SUMS = frozenset({"SumBackward0", "SumBackward1", "NansumBackward0"})
 ADDED = frozenset({"AddBackward0", "SubBackward0", "SubBackward1", "NegBackward0"})
-SAME = frozenset({"ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0"})
+PRODUCTS = frozenset({"DotBackward0", "VdotBackward0", "MvBackward0", "MmBackward0", "BmmBackward0"})
+SAME = frozenset({
+    "ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0", "PermuteBackward0",
+})  # fmt: skip
 PARAMETER = "torch::autograd::AccumulateGrad"
 MEAN, SUM = 1, 2  # torch's numbers for these reductions
 MOST = 64  # nodes of a graph that are looked at
@@ -33,6 +36,7 @@ class Term(NamedTuple):
     node: Any  # of the graph, where that is torch's cross-entropy or negative log-likelihood
     factors: tuple[tuple[Number, int], ...]  # numbers that its sum is multiplied with (1) or divided by (-1)
     of_rows: bool = True  # it sums what is of rows of the batch, and not of parameters alone
+    is_weighted: bool = False  # by constants, each entry by its own, which may hold what it is divided by
 
     @property
     def is_mean(self) -> bool:
@@ -72,32 +76,29 @@ def read_loss(loss: Tensor, output: Any = None) -> Reading | None:
     terms: list[Term] = []
     names: list[str] = []
     below_terms: list[Any] = []
-    is_complete = True
+    is_complete, ends = True, _ends(output)
     todo: list[tuple[Any, tuple[tuple[Number, int], ...]]] = [(loss.grad_fn, ())]
     while todo and len(names) < MOST:
         node, factors = todo.pop()
         name = node.name()
         names.append(name)
         below = [each for each, _ in node.next_functions]
+        scaled = _scaled(node, name, below)
         if name in SAME or name in ADDED:
             todo += [(each, factors) for each in below if each is not None]
-        elif name.startswith("MulBackward"):
-            saved = ("_saved_other", "_saved_self")
-            todo += [
-                (each, (*factors, (_number(getattr(node, by)), 1)))
-                for each, by in zip(below, saved, strict=False)
-                if each is not None
-            ]
-        elif name.startswith("DivBackward") and below[0] is not None and not any(below[1:]):
-            todo.append((below[0], (*factors, (_number(node._saved_other), -1))))
+        elif scaled:
+            todo += [(each, (*factors, (_number(by), power))) for each, by, power in scaled]
         else:
             over = _entries(node, name, below)
             is_complete &= over is not None
             if over is not None:
-                terms.append(Term(node if name in NEGATIVE_LOG_LIKELIHOOD else None, (*factors, (over, -1))))
+                inside, is_weighted = _inside(node, name, ends)
+                factors = (*factors, *inside, (over, -1))
+                is_weighted &= not any(isinstance(by, Tensor) for by, _ in factors)
+                terms.append(Term(node if name in NEGATIVE_LOG_LIKELIHOOD else None, factors, is_weighted=is_weighted))
                 below_terms.append(node)
+                is_complete &= not is_weighted
     if len(terms) > 1:
-        ends = _ends(output)
         terms = [
             each._replace(of_rows=each.node is not None or _reaches(node, ends))
             for each, node in zip(terms, below_terms, strict=True)
@@ -123,9 +124,40 @@ def _reaches(node: Any, ends: set[Any]) -> bool:
     return bool(todo and ends)
 
 
+def _scaled(node: Any, name: str, below: list[Any]) -> list[tuple[Any, Any, int]]:
+    """Return what a product or quotient is made of: each node below, and what it is multiplied with or divided by."""
+    if name.startswith("MulBackward"):
+        saved = ("_saved_other", "_saved_self")
+        return [(each, getattr(node, by), 1) for each, by in zip(below, saved, strict=False) if each is not None]
+    if name.startswith("DivBackward") and below[0] is not None and not any(below[1:]):
+        return [(below[0], node._saved_other, -1)]
+    return []
+
+
+def _inside(node: Any, name: str, ends: set[Any]) -> tuple[tuple[tuple[Number, int], ...], bool]:
+    """Return what all entries of a sum or mean are scaled by, and whether each also is by a number of its own."""
+    factors: list[tuple[Number, int]] = []
+    is_weighted = name in PRODUCTS
+    following = node.next_functions[0][0] if ends and (name in SUMS or name in MEANS) else None
+    while following is not None and following not in ends:
+        name, below = following.name(), [each for each, _ in following.next_functions]
+        scaled = _scaled(following, name, below)
+        if name in SAME:
+            following = below[0]
+        elif len(scaled) == 1:
+            following, by, power = scaled[0]
+            if isinstance(by, Tensor) and by.numel() > 1:
+                is_weighted = True
+            else:
+                factors.append((_number(by), power))
+        else:
+            following = None
+    return tuple(factors), is_weighted
+
+
 def _entries(node: Any, name: str, below: list[Any]) -> Number | None:
     """Return over how many entries a node takes the mean: 1 of a sum, and None where it is none of both."""
-    if name in SUMS or name == PARAMETER:
+    if name in SUMS or name == PARAMETER or (name in PRODUCTS and prod(node._input_metadata[0].shape) == 1):
         return 1.0
     if name in MEANS:
         return float(node._saved_self_sym_numel)
@@ -139,7 +171,7 @@ def _entries(node: Any, name: str, below: list[Any]) -> Number | None:
 
 
 def _number(saved: Any) -> Number:
-    return saved.detach() if isinstance(saved, Tensor) else float(saved)
+    return saved.detach().reshape(()) if isinstance(saved, Tensor) else float(saved)
 
 
 def names_below(loss: Tensor, output: Any) -> tuple[str, ...]:

@@ -336,7 +336,8 @@ class BatchShares(Shares):
         counts = {number: value * shares[number] for number, value in values.items()}
         if not all(map(math.isfinite, counts.values())) or _alike(counts, slack):
             return
-        if _alike(values, slack) and not next(iter(terms.values())).of_rows:
+        first = next(iter(terms.values()))
+        if _alike(values, slack) and (first.is_weighted or not first.of_rows):
             return
         rows = self._batch.row_counts()
         per_row = {number: count * self._entries[number] / rows[number] for number, count in counts.items()}

@@ -19,7 +19,9 @@ from penstock.checkpoint.disk.manifest import seal
 from penstock.errors import UsageError
 from penstock.files.pretrained_writing import write_tokenizer
 from penstock.reading import open_plain
+from penstock.train.build import build_model
 from penstock.train.config.read import load_config
+from penstock.train.run.memory import KINDS
 from penstock.train.run.run_folder import OWN_FOLDERS, RunFolder
 
 PRECIOUS = "mine"
@@ -169,3 +171,131 @@ def test_sizes_in_a_checkpoint_s_configuration_are_those_of_its_tensors(
         assert result.exit_code == 2
         assert re.search(words, result.stderr), result.stderr
         assert str(folder) in result.stderr
+
+
+@pytest.mark.parametrize("counts", [[2, 3], [1, 10**12]])
+def test_a_flipped_count_of_a_cut_is_an_error_that_names_the_file(
+    counts: list[int], trained: Path, tmp_path: Path
+) -> None:
+    """Training reported a balance that nobody had asked for, and a plan took another cut in silence."""
+    folder = forged(trained, tmp_path / "run", "pipeline.balance", "memory")
+    (folder / "cut.json").write_text(json.dumps({"stages": 2, "counts": counts}))
+    training = ["train", folder / "config.json", f"output={folder}", "--resume", "training.steps=7"]
+    for command in (training, ["plan", "--check", folder]):
+        result = run(*command)
+        assert result.exit_code == 2
+        assert re.search(rf"{folder}/cut.json: .*{sum(counts)}.*remove the file", result.stderr), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("model.options.heads", 3, "model.options.width is 16, which 3 heads cannot share evenly"),
+        ("model.options.layers", 10**9, "model.options: layers is 10{9}; it takes"),
+    ],
+)
+def test_what_does_not_go_together_in_a_run_is_reported_with_its_path(
+    key: str, value: int, words: str, trained: Path, tmp_path: Path
+) -> None:
+    folder = forged(trained, tmp_path / "run", key, value)
+    for command in (["--check", folder], ["--from", folder], ["gpt", "--from", folder]):
+        result = run("plan", *command)
+        assert result.exit_code == 2
+        assert re.search(f"{folder}/config.json: {words}", result.stderr), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("memory.json", "[[1, 2]]"),
+        ("memory.json", "{}"),
+        ("memory.json", '[{"weights": 1}]'),
+        ("memory.json", "{kinds}-1{end}"),
+        ("memory.json", "{kinds}1e300{end}"),
+        ("memory.json", '{kinds}"much"{end}'),
+        ("memory.json", "{kinds}null{end}"),
+        ("timeline.json", "[]"),
+        ("timeline.json", "{}"),
+        ("timeline.json", '{"schedule": {"rows": [["0F0"]]}, "spans": []}'),
+        ("metrics.jsonl", '{"step": 1, "seconds": "long"}\n'),
+        ("metrics.jsonl", '{"step": 1, "seconds": 1e999}\n'),
+        ("metrics.jsonl", "[1]\n"),
+    ],
+)
+def test_what_is_damaged_in_a_run_is_named_by_a_plan(name: str, text: str, trained: Path, tmp_path: Path) -> None:
+    """Each was a raw error of what was computed with it, or a plan with nonsense in it."""
+    shutil.copytree(trained, tmp_path / "run")
+    kinds = "".join(f'"{kind}": 1, ' for kind in KINDS)
+    text = text.replace("{kinds}", f'[{{{kinds}"process": ').replace("{end}", "}]")
+    (tmp_path / "run" / name).write_text(text)
+    result = run("plan", "--check", tmp_path / "run")
+    assert result.exit_code == 2, result.output
+    assert f"{tmp_path}/run/{name}" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Write a tiny model, and an adapter for it, as transformers and peft do."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    root = tmp_path_factory.mktemp("models")
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, **sizes))
+    model.save_pretrained(root / "model")
+    settings = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    get_peft_model(model, settings).save_pretrained(root / "adapter")
+    return root / "model", root / "adapter"
+
+
+def built(model: Path, adapter: Path | None = None) -> Any:
+    """Build the model of a folder, with an adapter, as training would."""
+    settings = [f"model.source=huggingface:{model}", *([] if adapter is None else [f"lora.adapter={adapter}"])]
+    return build_model(load_config(None, settings))[0]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"r": 10**30},
+        {"r": -1},
+        {"r": "x"},
+        {"r": [2]},
+        {"target_modules": [1]},
+        {"exclude_modules": "(.|.)*!"},
+        {"rank_pattern": {"(.|.)*!": 4}},
+        {"rank_pattern": {"([": 4}},
+        {"rank_pattern": [1]},
+        {"alpha_pattern": {"(.|.)*!": 4}},
+        {"layers_pattern": "(.|.)*!", "layers_to_transform": [0]},
+        {"layer_replication": [[0, 10**9]]},
+        {"lora_alpha": "x"},
+        {"lora_dropout": "x"},
+        {"megatron_config": {"a": 1}, "megatron_core": "canary"},
+        {"peft_type": "nothing"},
+    ],
+    ids=lambda change: str(change)[:40],
+)
+def test_an_adapter_of_nonsense_is_refused(change: dict[str, Any], adapter: tuple[Path, Path], tmp_path: Path) -> None:
+    """Patterns that never end, a billion layers, and numbers that are none: peft takes them as they come."""
+    model, folder = adapter[0], shutil.copytree(adapter[1], tmp_path / "adapter")
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | change))
+    with pytest.raises(UsageError, match=rf"lora.adapter: {folder}"):
+        built(model, folder)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("targets", ["(.|.)*!", r".*\.(q|v)_proj", "(["])
+def test_an_adapter_s_layers_are_those_that_its_tensors_name(
+    targets: str, adapter: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """A pattern of somebody else may take for ever, so none is tried on the names of layers."""
+    model, folder = adapter[0], shutil.copytree(adapter[1], tmp_path / "adapter")
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(settings | {"target_modules": targets}))
+    names = [[name for name, _ in built(model, each).named_parameters()] for each in (folder, adapter[1])]
+    assert names[0] == names[1]

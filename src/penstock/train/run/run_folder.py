@@ -135,8 +135,12 @@ class RunFolder:
         counts, stages = found.get("counts"), found.get("stages")
         good = isinstance(counts, list) and all(is_count(each) and each > 0 for each in counts)
         if not good or not is_count(stages) or len(counts or ()) != stages or len(found) > 2:
-            raise FileError(place, "it is not how penstock train cut the model; remove it to have the model cut anew")
+            raise self.wrong_cut("it is not what penstock train writes")
         return found
+
+    def wrong_cut(self, why: str) -> FileError:
+        """Return the error about a cut that the model cannot have."""
+        return FileError(self.root / "cut.json", f"{why}; remove the file to have the model cut anew")
 
     def keep_cut(self, stages: int, counts: list[int]) -> None:
         write_json(self.root / "cut.json", {"stages": stages, "counts": counts})

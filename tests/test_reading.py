@@ -123,6 +123,8 @@ DIRECT = {
     "cli/primer.py": "a program of ours",
     "cli/runs.py": "the beginning of what is_file has found to be plain",
     "cli/programs.py": "a program of ours",
+    "doctor/ranks.py": "what its own ranks have written, in a new folder of its own",
+    "doctor/speed.py": "/proc",
     "messages/plain.py": "messages, with bounds of their own",
     "messages/secret.py": "the user's own secret, with a check of its owner and a bound of its own",
     "model/transformers_models.py": "what was written a moment ago, in this process",

@@ -39,9 +39,14 @@ def open_plain(path: str | PathLike[str], flags: int = os.O_RDONLY) -> int:
         if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
             raise FileError(path, "it is a symlink, which is not followed; remove it") from None
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    status, wrong = os.fstat(descriptor), ""
+    if not stat.S_ISREG(status.st_mode):
+        wrong = "it is not a plain file"
+    elif flags & os.O_NOFOLLOW and status.st_nlink > 1:
+        wrong = "it is a hard link, by which another file would be written"
+    if wrong:
         os.close(descriptor)
-        raise FileError(path, "it is not a plain file; remove it")
+        raise FileError(path, f"{wrong}; remove it")
     return descriptor
 
 

@@ -38,7 +38,7 @@ def test_configurations_say_the_type_that_was_written(tmp_path: Path) -> None:
 def test_a_tokenizer_comes_from_its_folder_its_file_or_the_model_s_folder(tmp_path: Path) -> None:
     for name in ("source", "one", "two", "three"):
         (tmp_path / name).mkdir()
-    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    (tmp_path / "source" / "tokenizer.json").write_text('{"model": {}}')
     (tmp_path / "source" / "notes").write_text("")
     origin = {"folder": str(tmp_path / "source")}
     assert write_tokenizer(tmp_path / "one", tmp_path / "source", {}) == ["tokenizer.json"]

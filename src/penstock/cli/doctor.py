@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.checkpoint.disk.plain_files import write_whole
 from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson, whole
 from penstock.view.figures import counted
@@ -55,9 +56,9 @@ def doctor(
             if not as_json:
                 write(f"  {each.outcome}  {each.check:<24} {each.text}")
     examination = Examination(machine, tuple(findings))
-    out.write_text(json.dumps(examination.document(), indent=2) + "\n", encoding="utf-8")
+    write_whole(out, json.dumps(examination.document(), indent=2) + "\n")
     if cluster is not None and (text := examination.cluster()) is not None:
-        cluster.write_text(text, encoding="utf-8")
+        write_whole(cluster, text)
     if as_json:
         write_json(examination.document())
     else:

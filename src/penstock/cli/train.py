@@ -13,7 +13,7 @@ import typer
 
 from penstock.cli.output import guarded, terminal_width, working, write
 from penstock.errors import UsageError
-from penstock.train.config.consistent import check_consistent
+from penstock.train.config.consistent import check_consistent, check_model
 from penstock.train.config.elastic import describe_layouts
 from penstock.train.config.paths import check_paths
 from penstock.train.config.read import load_config
@@ -58,8 +58,8 @@ def load_items(
     path = Path(files[0]) if files else None
     trust = path is None or path.suffix != ".json" if trust is None else trust
     config = load_config(path, [item for item in items or () if "=" in item], trust=trust)
-    if consistent:
-        check_consistent(config, "the configuration" if path is None else str(path))
+    check = check_consistent if consistent else check_model
+    check(config, "the configuration" if path is None else str(path))
     return config, path
 
 

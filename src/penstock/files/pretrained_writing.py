@@ -15,6 +15,7 @@ from penstock.files import TOKENIZER_FILES
 from penstock.files.adapters import ADAPTER_CONFIG
 from penstock.files.tensors import TensorEntry, write_file
 from penstock.files.weights import INDEX, WEIGHTS
+from penstock.reading import MOST_SETTINGS, plain_path, read_json
 
 
 def parts_of(entries: Sequence[TensorEntry], most: int | None) -> list[list[TensorEntry]]:
@@ -71,12 +72,19 @@ def write_tokenizer(folder: Path, tokenizer: Any, origin: Mapping[str, Any] | No
         tokenizer.save_pretrained(folder)
         return sorted(file.name for file in set(folder.iterdir()) - before)
     source = Path((origin or {}).get("folder", "")) if tokenizer is None else Path(tokenizer)
-    if source.is_file():  # a tokenizer.json by itself
+    if source.is_file():  # a tokenizer.json by itself; it may be named in a checkpoint of anybody
+        if "model" not in read_json(source, most=MOST_SETTINGS):
+            raise UsageError(f"{source}: it is no tokenizer.json, which has a model in it")
         shutil.copyfile(source, folder / TOKENIZER_FILES[0])
         return [TOKENIZER_FILES[0]]
     found = [name for name in TOKENIZER_FILES if (source / name).is_file()] if source.parts else []
     if tokenizer is not None and not found:
         raise UsageError(f"tokenizer={str(source)!r} has none of the files of a tokenizer, such as tokenizer.json")
+    # What is exported may be given away, so a link must not take along what is elsewhere; a cache of the hub keeps all
+    # files of its models in a folder of blobs beside that of the snapshots.
+    inside = (source.resolve(), source.resolve().parent.parent / "blobs") if found else ()
     for name in found:
-        shutil.copyfile(source / name, folder / name)
+        if not any((goal := (source / name).resolve()).is_relative_to(each) for each in inside):
+            raise UsageError(f"{source / name}: it is a link to {goal}, outside of the folder; put a copy in its place")
+        shutil.copyfile(plain_path(goal), folder / name)
     return found

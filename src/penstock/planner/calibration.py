@@ -22,7 +22,7 @@ from penstock.reading import parse_json, read_json, read_text
 from penstock.rules import is_float
 from penstock.schedule import Schedule, Timeline, family
 from penstock.schedule.builders import is_auto
-from penstock.train.config.consistent import is_schedule_file, processes_of, stages_of
+from penstock.train.config.consistent import check_model, is_schedule_file, processes_of, stages_of
 from penstock.train.config.read import read_config
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.account import optimizer_states
@@ -53,6 +53,10 @@ class RecordedRun:
 
     def candidate(self, profile: Profile, cluster: Cluster) -> PlanCandidate:
         """What was run, as a candidate with a price."""
+        layers = sum(profile.counts_of(()))
+        if self.counts is not None and profile.by_position and sum(self.counts) != layers:
+            why = f"its stages have {sum(self.counts)} layers, and the model has {layers}"
+            raise RunFolder(self.folder).wrong_cut(why)
         schedule = None if self.timeline is None else self.timeline.schedule
         return candidate_of(self.config, profile, cluster, self.counts, schedule)
 
@@ -67,6 +71,7 @@ def read_run(path: str | Path, *, trust: bool = False) -> RecordedRun:
     folder = RunFolder(root)
     try:
         config = read_config(read_json(root / "config.json"), str(root / "config.json"), trust=trust)
+        check_model(config, str(root / "config.json"))
         lines = [_line(folder.metrics, line) for line in read_text(folder.metrics, MOST_METRICS).splitlines()]
         memory = _memory_rows(folder.memory) if folder.memory.is_file() else []
         cut = folder.cut()

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.checkpoint.checkpointer import Checkpointer
+from penstock.checkpoint.load.reading import CheckpointContents
 from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
 from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatch, DataBatches
 from penstock.train.data.batches import open_data
-from penstock.train.generation.opening import saved_config
+from penstock.train.generation.opening import check_sizes, saved_config
 from penstock.train.loss import MeanLoss, shares_of
 from penstock.train.models.huggingface import check_base, left_out
 from penstock.train.updates.ema import WeightAverage
@@ -29,6 +30,7 @@ class Evaluated(NamedTuple):
 
 def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int, averages: bool = True) -> Evaluated:
     """The loss of a checkpoint on the validation batches; in this process, whatever the saved layout."""
+    check_sizes(config, CheckpointContents(checkpoint))
     data = open_data(config)
     model, loss = build_model(config)
     pipe = build_pipeline(config, model, loss, data.first(), ranks=config.pipeline.ranks, transport="threads")

@@ -216,16 +216,21 @@ def _pipeline(config: TrainConfig, folder: RunFolder, data: DataBatches, process
     before = folder.cut()
     if before is not None and before["stages"] == stages and config.pipeline.balance in ("time", "memory"):
         balance = before["counts"]
-    pipe = build_pipeline(
-        config,
-        model,
-        loss,
-        data.first().share(0, replicas),
-        ranks=config.pipeline.ranks,
-        balance=balance,
-        transport=None if processes else "threads",
-        mesh=_mesh(config),
-    )
+    try:
+        pipe = build_pipeline(
+            config,
+            model,
+            loss,
+            data.first().share(0, replicas),
+            ranks=config.pipeline.ranks,
+            balance=balance,
+            transport=None if processes else "threads",
+            mesh=_mesh(config),
+        )
+    except ModelError as error:
+        if balance is None or not str(error).startswith("balance="):
+            raise
+        raise folder.wrong_cut(str(error)) from error
     if balance is None and pipe.deployment.staged.cuts and Processes(pipe, "penstock train").first:
         folder.keep_cut(stages, list(pipe.deployment.staged.balance))
     if config.data.packing:

@@ -63,17 +63,3 @@ def test_nothing_that_is_read_waits_for_a_writer_or_fills_the_memory(tmp_path: P
         file.truncate(1 << 40)
     with pytest.raises(OSError, match="at most 16,777,216 are read"):
         read_text(tmp_path / "huge")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
-def test_a_folder_of_checkpoints_that_somebody_else_moved_is_refused(tmp_path: Path) -> None:
-    """Old checkpoints are deleted there: a link would have those of another run deleted."""
-    (tmp_path / "other").mkdir()
-    root = tmp_path / "run"
-    root.mkdir()
-    (root / "checkpoints").symlink_to(tmp_path / "other")
-    folder, config = RunFolder(root), load_config(None, [f"output={root}"])
-    folder.prepare(config, resume=True, fresh=False).free()  # one's own link is one's own wish
-    os.lchown(root / "checkpoints", 65534, 65534)
-    with pytest.raises(UsageError, match="a symlink that another user made"):
-        folder.prepare(config, resume=True, fresh=False)

@@ -24,8 +24,3 @@ def write_whole(path: Path, text: str) -> None:
     with create(partial) as file:
         file.write(text)
     os.replace(partial, path)
-
-
-def is_foreign_link(path: Path) -> bool:
-    """Whether a symlink of another user has that name, who thereby says where this one writes; root's are trusted."""
-    return path.is_symlink() and path.lstat().st_uid not in (os.getuid(), 0)

@@ -29,9 +29,9 @@ def check_consistent(config: TrainConfig, origin: str = "the configuration") -> 
     )
 
 
-def check_model(config: TrainConfig) -> None:
+def check_model(config: TrainConfig, origin: str = "the configuration") -> None:
     """UsageError with what does not go together in the model itself, however it is run."""
-    _refuse([*_model(config, None)], "the configuration")
+    _refuse([*_model(config, None)], origin)
 
 
 def _refuse(faults: list[str], origin: str) -> None:

@@ -68,11 +68,11 @@ class Lora:
 class GPTOptions:
     """The options of the built-in GPT."""
 
-    layers: int = key(6, "transformer blocks", least=1)
-    width: int = key(128, "numbers for a token between blocks", least=1)
+    layers: int = key(6, "transformer blocks", least=1, most=10_000)
+    width: int = key(128, "numbers for a token between blocks", least=1, most=1e6)
     heads: int = key(4, "attention heads", least=1)
-    vocabulary: int = key(256, "tokens that it knows; text as bytes has 256", least=2)
-    context: int | None = key(None, "the longest row that it takes (default: data.sequence)", least=1)
+    vocabulary: int = key(256, "tokens that it knows; text as bytes has 256", least=2, most=1e9)
+    context: int | None = key(None, "the longest row that it takes (default: data.sequence)", least=1, most=1e9)
     dropout: float = key(0.0, "share of the numbers that training drops", least=0, most=0.9)
 
 

@@ -15,8 +15,9 @@ from penstock.checkpoint.disk.manifest import read_manifest
 from penstock.checkpoint.load.reading import CheckpointContents, open_whole
 from penstock.checkpoint.named_tensors import AVERAGE
 from penstock.errors import UsageError
-from penstock.files.adapters import is_adapter
-from penstock.train.build import build_model
+from penstock.files.adapters import is_adapter, name_without_adapter
+from penstock.train.build import build_model, gpt_options
+from penstock.train.config.consistent import check_model
 from penstock.train.config.read import read_config
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE
@@ -37,6 +38,25 @@ def saved_config(checkpoint: Path) -> TrainConfig:
     return read_config(document, str(checkpoint))
 
 
+def check_sizes(config: TrainConfig, contents: CheckpointContents) -> None:
+    """Refuse a configuration whose sizes a checkpoint's tensors do not have, before memory is asked for by it."""
+    check_model(config, f"the configuration for {contents.path}")
+    if config.model.source != "gpt":
+        return
+    options = gpt_options(config)
+    shapes = {name_without_adapter(name): saved["shape"] for name, saved in contents.tensors.items()}
+    vocabulary, width = (*shapes.get("model.embed.token.weight", ()), 0, 0)[:2]
+    context = (*shapes.get("model.embed.place.weight", ()), 0)[0]
+    layers = len({name.split(".")[1] for name in shapes if name.startswith("model.block")})
+    found = {"layers": layers, "width": width, "vocabulary": vocabulary, "context": context}
+    asked = {name: getattr(options, name) or config.data.sequence for name in found}
+    wrong = [
+        f"model.options.{name} is {asked[name]}, not {size}" for name, size in found.items() if asked[name] != size
+    ]
+    if wrong:
+        raise UsageError(f"{contents.path} holds another model than its configuration describes: {'; '.join(wrong)}")
+
+
 @dataclass(frozen=True)
 class Writer:
     """A model that writes: what its tokens mean, and `continue_rows`, which gives (row, token) as they come."""
@@ -50,6 +70,7 @@ def open_model(checkpoint: Path, config: TrainConfig, threads: int | None = None
     if threads is not None:
         torch.set_num_threads(threads)
     _, contents = open_whole(checkpoint)
+    check_sizes(config, contents)
     model, _ = build_model(config)
     read, leaves_out = values_of(config, model), left_out(config)
     if read is not None:  # it was built without memory

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
-from penstock.files.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, name_in_adapter_file
+from penstock.files.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, is_adapter, name_in_adapter_file
 from penstock.files.pretrained import PretrainedFolder
 from penstock.model.lazy import is_lazy, lazy
 from penstock.reading import NONSENSE, check_folder, read_json
@@ -27,6 +28,7 @@ from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE
 
 OTHER_MODEL = f"this adapter was made for another model: its {ADAPTER_CONFIG} names which"
+NAME = re.compile(r"([\w.^$-]|\\\.)*")  # of a layer, as peft writes it
 LINEAR = (nn.Linear.__name__, "Conv1D")  # transformers' own, of GPT-2, keeps its weight the other way
 
 
@@ -46,8 +48,11 @@ def add_adapters(config: TrainConfig, model: nn.Module) -> nn.Module:
     try:
         with lazy() if without_values else nullcontext():
             inject_adapter_in_model(settings, model)
-    except ValueError as error:
-        raise UsageError(f"lora.targets: {unmatched_target(config, model) or str(error).splitlines()[0]}") from None
+    except (*NONSENSE, RuntimeError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if config.lora.adapter is not None:
+            raise UsageError(f"lora.adapter: {config.lora.adapter} cannot be put into the model: {first}") from None
+        raise UsageError(f"lora.targets: {unmatched_target(config, model) or first}") from None
     if config.lora.adapter is not None:
         _check_all_placed(config.lora.adapter, model)
     if not without_values:
@@ -138,6 +143,15 @@ def _settings(config: TrainConfig) -> Any:
             raise UsageError(
                 f"lora.rank is {options.rank}, and the adapter in {path} has {found.r}; leave lora.rank out"
             )
+        if found.layer_replication:
+            raise UsageError(f"lora.adapter: {path} repeats layers of its model (layer_replication), as none here may")
+        patterns = [*(found.rank_pattern or ()), *(found.alpha_pattern or ()), *(found.target_parameters or ())]
+        patterns += [each for each in (found.exclude_modules, found.layers_pattern) if isinstance(each, str)]
+        if odd := [each for each in patterns if not NAME.fullmatch(str(each))]:
+            raise UsageError(f"lora.adapter: {path} has {odd[0]!r}, a pattern that may take for ever; name the layers")
+        if isinstance(found.target_modules, str) and found.target_modules != "all-linear":  # may take for ever, too
+            stored = PretrainedFolder(path, ADAPTER_WEIGHTS).tensors
+            found.target_modules = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in stored}
         found.inference_mode = False
         return found
     source = config.model.source

@@ -20,7 +20,7 @@ from typing import Any
 
 from penstock.checkpoint.disk.lock import Lock
 from penstock.checkpoint.disk.manifest import checkpoints_in
-from penstock.checkpoint.disk.plain_files import is_foreign_link, write_whole
+from penstock.checkpoint.disk.plain_files import write_whole
 from penstock.errors import FileError, UsageError
 from penstock.reading import read_json
 from penstock.rules import is_count
@@ -77,11 +77,11 @@ class RunFolder:
             )
         if resume and not begun:
             raise UsageError(f"{self.root} has no run to go on from; leave --resume out to start one")
-        foreign = [str(path) for name in OWN_FOLDERS if is_foreign_link(path := self.root / name)]
-        if foreign:
+        # Whoever unpacks an archive owns the links in it, so the owner of a link does not show who wished for it.
+        if links := [str(path) for name in OWN_FOLDERS if (path := self.root / name).is_symlink()]:
             raise UsageError(
-                f"{', '.join(foreign)}: a symlink that another user made, which would have you write and delete where "
-                f"he likes; remove it, or choose an output that others cannot write to"
+                f"{', '.join(links)}: a symlink, by which a run from elsewhere would have you write and delete in "
+                f"folders of yours; remove it, and set output to where the run is to be (output itself may be a link)"
             )
         lock = Lock(self.root)
         try:
@@ -135,8 +135,12 @@ class RunFolder:
         counts, stages = found.get("counts"), found.get("stages")
         good = isinstance(counts, list) and all(is_count(each) and each > 0 for each in counts)
         if not good or not is_count(stages) or len(counts or ()) != stages or len(found) > 2:
-            raise FileError(place, "it is not how penstock train cut the model; remove it to have the model cut anew")
+            raise self.wrong_cut("it is not what penstock train writes")
         return found
+
+    def wrong_cut(self, why: str) -> FileError:
+        """Return the error about a cut that the model cannot have."""
+        return FileError(self.root / "cut.json", f"{why}; remove the file to have the model cut anew")
 
     def keep_cut(self, stages: int, counts: list[int]) -> None:
         write_json(self.root / "cut.json", {"stages": stages, "counts": counts})

@@ -128,4 +128,4 @@ def scale_down(parameters: Iterable[nn.Parameter], limit: float, total: Tensor, 
     """Scale the gradients by limit / total, where that is below 1."""
     held = [local_part(parameter) for parameter in parameters if parameter.grad is not None]
     if held:
-        nn.utils.clip_grads_with_norm_(held, limit, total.to(held[0].device), foreach)
+        nn.utils.clip_grads_with_norm_(held, limit, total.to(held[0].device, non_blocking=True), foreach)

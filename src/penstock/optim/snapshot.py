@@ -24,6 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.runtime.loss.reading import fetch
+
 _OPTIONS = "params"  # what is no option of a group
 _OF_TORCH = {"defaults", "param_groups", "state", "step"}  # attributes that every optimizer has
 _PRIVATE_OF_TORCH = ("_optimizer_", "_warned_capturable", "_zero_grad_profile", "_opt_called", "_step_supports_amp")
@@ -132,10 +134,11 @@ class WeightsSeen:
                 return parameter
         if self._current_state() != self._state:
             return "the state of the optimizer, or a parameter group,"
-        for parameter, product in zip(self._plain, self._products, strict=True):
-            if not torch.allclose(product, _product(parameter), rtol=0.0, atol=0.0, equal_nan=True):
-                return parameter
-        return None
+        pairs = zip(self._products, map(_product, self._plain), strict=True)
+        alike = [torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all() for one, other in pairs]
+        numbers = fetch(alike)
+        changed = (each for each, same in zip(self._plain, alike, strict=True) if not numbers[id(same)])
+        return next(changed, None)
 
     def _current_state(self) -> dict[Any, Any]:
         """What the state and the groups are made of: numbers, and the identities of objects, tensors with versions."""

@@ -203,8 +203,10 @@ class Computations:
     def sum_losses(self) -> None:
         """Compute the batch's loss, for the report, from numbers that come from the device with one copy."""
         shares, check, order = self.step_input.shares, self.step_input.check, sorted(self.losses)
-        asked = [*self.losses.values(), *(value for _, value in self._extra), *shares.tensors]
-        numbers = fetch([*asked, *(() if check is None else check.tensors)])
+        asked = [*self.losses.values(), *(value for _, value in self._extra)]
+        if order:  # where ranks are threads, the last stage's adds to what is read of losses
+            asked += [*shares.tensors, *(() if check is None else check.tensors)]
+        numbers = fetch(asked)
         for name, value in self._extra:
             self.report.extra[name] = self.report.extra.get(name, 0.0) + numbers[id(value)]
         self._extra = []

@@ -2,8 +2,8 @@
 
 A seed draws the schedule, `step` or `train_steps`, with or without `clip`, the kind of links, and what comes when. The
 user catches Ctrl-C and every failure, and goes on with the batch after the steps that are complete. What must be true:
-no rank waits for the timeout, whoever is named was struck, and in the end either all ranks have the weights of the
-undisturbed run, or all of them refuse to go on.
+no rank waits for the timeout, whoever is named was struck, no step is offered to be run again by a group that is given
+up, and in the end either all ranks have the weights of the undisturbed run, or all of them refuse to go on.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class Life:
         self.case = case
         self.errors: list[BaseException] = []
         self.weights: list[Tensor] = []
+        self.is_given_up = False  # the group of processes, by the last of the errors
 
     def train(self, rank: int) -> None:
         """Train as a user does who catches everything and goes on."""
@@ -82,7 +83,8 @@ class Life:
                 is_done = True
             except (KeyboardInterrupt, PenstockError) as error:
                 self.errors.append(error)
-                if len(self.errors) > MOST_ERRORS or pipe.deployment.world.transport.broken or _is_final(error):
+                self.is_given_up = pipe.deployment.world.transport.broken is not None
+                if len(self.errors) > MOST_ERRORS or self.is_given_up or _is_final(error):
                     raise
         self.weights = [value.detach().clone() for value in pipe.parameters()]
         pipe.close()
@@ -173,6 +175,8 @@ def _faults(case: Case, attempt: Attempt, lives: list[Life]) -> Iterator[str]:
                 yield f"rank {rank} raised {error!r}"
             if isinstance(error, KeyboardInterrupt) and rank not in {fault.rank for fault in attempt.struck}:
                 yield f"rank {rank} raised {error!r}"
+        if life.is_given_up and any("run again" in note for note in getattr(life.errors[-1], "__notes__", ())):
+            yield f"rank {rank} offers to run a step again, in a group that is given up: {life.errors[-1]!r}"
     done = {rank for rank, life in enumerate(lives) if life.weights}
     refused = set(range(case.ranks)) - done - dead
     if done and refused:

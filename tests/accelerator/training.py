@@ -83,11 +83,10 @@ def faults_on_mesh(cases: Sequence[replicated.Case]) -> dict[str, list[str]]:
         wanted = _plain_with_replicas(case)
         pretend.clear()
         part = exact.here(replicated.pipelined(case, mesh, devices=devices))
-        # A loss is the sum of the replicas' sums, not of all in a row.
         faults = [
             f"{name}: {part[name]} and not {wanted[name]}"[:300]
             for name in part
-            if not replicated.same(part[name], wanted[name], exact=name != "losses")
+            if not replicated.same(part[name], wanted[name], exact=True)
         ]
         faults += [str(race) for race in pretend.races()]
         if faults:

@@ -69,3 +69,14 @@ def test_it_is_refused_without_its_weight_in_the_step_in_which_it_goes_wrong(nam
         weight[0] = 0
         with pytest.raises(PeerFailure, match="are means over"):
             pipe.step(x, target=y, loss_kwargs={"weight": weight})
+
+
+def test_the_weight_of_a_microbatch_of_one_row_is_no_divisor() -> None:
+    layers, (x, y) = linears(), batch(5)
+
+    def loss_fn(output: Tensor, target: Tensor, weight: Tensor) -> Tensor:
+        return (each_row(output, target) * weight).mean()
+
+    with penstock.Pipeline(layers, microbatches=3, loss_fn=loss_fn) as pipe:
+        result = pipe.step(x, target=y, loss_kwargs={"weight": UNEVEN[:5]})
+        torch.testing.assert_close(result.loss, loss_fn(nn.Sequential(*layers)(x), y, UNEVEN[:5]).detach())

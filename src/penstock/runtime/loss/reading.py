@@ -146,7 +146,7 @@ def _inside(node: Any, name: str, ends: set[Any]) -> tuple[tuple[tuple[Number, i
             following = below[0]
         elif len(scaled) == 1:
             following, by, power = scaled[0]
-            if isinstance(by, Tensor) and by.numel() > 1:
+            if isinstance(by, Tensor) and by.dim():  # of one entry too, which may be the only row
                 is_weighted = True
             else:
                 factors.append((_number(by), power))
@@ -171,7 +171,7 @@ def _entries(node: Any, name: str, below: list[Any]) -> Number | None:
 
 
 def _number(saved: Any) -> Number:
-    return saved.detach().reshape(()) if isinstance(saved, Tensor) else float(saved)
+    return saved.detach() if isinstance(saved, Tensor) else float(saved)
 
 
 def names_below(loss: Tensor, output: Any) -> tuple[str, ...]:

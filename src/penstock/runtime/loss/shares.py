@@ -336,10 +336,11 @@ class BatchShares(Shares):
         counts = {number: value * shares[number] for number, value in values.items()}
         if not all(map(math.isfinite, counts.values())) or _alike(counts, slack):
             return
-        first = next(iter(terms.values()))
+        first, rows = next(iter(terms.values())), self._batch.row_counts()
         if _alike(values, slack) and (first.is_weighted or not first.of_rows):
             return
-        rows = self._batch.row_counts()
+        if first.is_weighted and _alike({number: value * rows[number] for number, value in values.items()}, slack):
+            return  # weights whose own mean is 1
         per_row = {number: count * self._entries[number] / rows[number] for number, count in counts.items()}
         if self.measure is ROWS and _alike(per_row, slack):
             return  # a mean over all entries of rows that have different lengths in each microbatch

@@ -9,12 +9,15 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import run
 
+import penstock
 from penstock.checkpoint.disk.manifest import seal
 from penstock.errors import UsageError
 from penstock.files.pretrained_writing import write_tokenizer
@@ -299,3 +302,26 @@ def test_an_adapter_s_layers_are_those_that_its_tensors_name(
     (folder / "adapter_config.json").write_text(json.dumps(settings | {"target_modules": targets}))
     names = [[name for name, _ in built(model, each).named_parameters()] for each in (folder, adapter[1])]
     assert names[0] == names[1]
+
+
+@pytest.mark.slow
+def test_a_plan_from_a_script_elsewhere_runs_nothing_of_the_working_folder(tmp_path: Path) -> None:
+    """The command's processes were kept from it; those of `penstock.plan()` ran a pickle.py beside somebody's data."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    for name in ("pickle", "socket", "struct", "selectors", "threading", "json"):
+        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nraise SystemExit('it ran')\n")
+    (here / "text.txt").write_text("some words to learn, " * 200)
+    (there / "script.py").write_text(
+        "import os, penstock\n\nif __name__ == '__main__':\n"
+        "    options = {'layers': 2, 'width': 16, 'heads': 2}\n"
+        "    plans = penstock.plan('gpt', options=options, batch=8, sequence=16, schedules=['1f1b'], devices=2)\n"
+        "    assert plans.ranked and 'PYTHONSAFEPATH' not in os.environ\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(penstock.__file__).parents[1])}
+    environment.pop("PYTHONSAFEPATH", None)
+    command = [sys.executable, str(there / "script.py")]
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=300)
+    assert not (tmp_path / "mark").exists()
+    assert done.returncode == 0, done.stderr

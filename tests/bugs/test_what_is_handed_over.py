@@ -292,6 +292,33 @@ def test_an_adapter_of_nonsense_is_refused(change: dict[str, Any], adapter: tupl
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_hidden_layers": 10**9}, "has num_hidden_layers = 10{9}; at most"),
+        ({"vocab_size": 10**30}, "cannot be|no language model"),
+        ({"vocab_size": 10**14}, "no language model that can be built: .*memory"),
+        ({"hidden_size": -4}, "no language model that can be built"),
+        ({"num_attention_heads": 0}, "cannot be read"),
+        ({"hidden_act": "nothing"}, "no language model that can be built"),
+        ({"dtype": "nothing"}, "cannot be read"),
+        ({"model_type": "nothing"}, "cannot be read"),
+        ({"rope_parameters": [1]}, "cannot be read"),
+    ],
+    ids=lambda change: str(change)[:40],
+)
+def test_a_model_s_folder_of_nonsense_is_refused(
+    change: dict[str, Any], words: str, adapter: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Layers are built one by one, with or without memory, and a billion of them take days."""
+    folder = shutil.copytree(adapter[0], tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | change))
+    with pytest.raises(UsageError, match=f"model.source: .*{folder}.*({words})"):
+        built(folder)
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("targets", ["(.|.)*!", r".*\.(q|v)_proj", "(["])
 def test_an_adapter_s_layers_are_those_that_its_tensors_name(
     targets: str, adapter: tuple[Path, Path], tmp_path: Path

@@ -24,6 +24,7 @@ from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE
 from penstock.train.models.lora import adapter_values, has_adapters
 
+MOST_LAYERS = 10_000  # or experts
 NO_FOLDER_CODE = (
     "code from a model's folder is not run; where you trust it, load the model in a function of yours and name that: "
     'model.source = "module:function"'
@@ -144,6 +145,12 @@ def configuration_of(config: TrainConfig) -> Any:
 def _of_shape(config: TrainConfig, shape: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
+    for each in (shape, *(inner for inner in vars(shape).values() if isinstance(inner, type(shape).__base__))):
+        for key, size in vars(each).items():  # these are built one by one, with or without memory
+            if ("layer" in key or "expert" in key) and isinstance(size, int) and size > MOST_LAYERS:
+                raise UsageError(
+                    f"model.source: {config.model.source} has {key} = {size}; at most {MOST_LAYERS} are built"
+                )
     named = config.model.dtype
     dtype = (getattr(shape, "dtype", None) or torch.float32) if named == "auto" else getattr(torch, named)
     try:

@@ -296,6 +296,8 @@ def test_an_adapter_of_nonsense_is_refused(change: dict[str, Any], adapter: tupl
     ("change", "words"),
     [
         ({"num_hidden_layers": 10**9}, "has num_hidden_layers = 10{9}; at most"),
+        ({"num_labels": 10**9}, "has num_labels = 10{9}; at most"),
+        ({"text_config": {"n_layer": 10**5}}, "has n_layer = 10{5}; at most"),
         ({"vocab_size": 10**30}, "cannot be|no language model"),
         ({"vocab_size": 10**14}, "no language model that can be built: .*memory"),
         ({"hidden_size": -4}, "no language model that can be built"),

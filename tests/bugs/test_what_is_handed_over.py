@@ -9,17 +9,19 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import run
 
+import penstock
 from penstock.checkpoint.disk.manifest import seal
 from penstock.errors import UsageError
 from penstock.files.pretrained_writing import write_tokenizer
 from penstock.reading import open_plain
-from penstock.train.build import build_model
 from penstock.train.config.read import load_config
 from penstock.train.run.memory import KINDS
 from penstock.train.run.run_folder import OWN_FOLDERS, RunFolder
@@ -233,69 +235,24 @@ def test_what_is_damaged_in_a_run_is_named_by_a_plan(name: str, text: str, train
     assert f"{tmp_path}/run/{name}" in result.stderr
 
 
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Write a tiny model, and an adapter for it, as transformers and peft do."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    root = tmp_path_factory.mktemp("models")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, **sizes))
-    model.save_pretrained(root / "model")
-    settings = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    get_peft_model(model, settings).save_pretrained(root / "adapter")
-    return root / "model", root / "adapter"
-
-
-def built(model: Path, adapter: Path | None = None) -> Any:
-    """Build the model of a folder, with an adapter, as training would."""
-    settings = [f"model.source=huggingface:{model}", *([] if adapter is None else [f"lora.adapter={adapter}"])]
-    return build_model(load_config(None, settings))[0]
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"r": 10**30},
-        {"r": -1},
-        {"r": "x"},
-        {"r": [2]},
-        {"target_modules": [1]},
-        {"exclude_modules": "(.|.)*!"},
-        {"rank_pattern": {"(.|.)*!": 4}},
-        {"rank_pattern": {"([": 4}},
-        {"rank_pattern": [1]},
-        {"alpha_pattern": {"(.|.)*!": 4}},
-        {"layers_pattern": "(.|.)*!", "layers_to_transform": [0]},
-        {"layer_replication": [[0, 10**9]]},
-        {"lora_alpha": "x"},
-        {"lora_dropout": "x"},
-        {"megatron_config": {"a": 1}, "megatron_core": "canary"},
-        {"peft_type": "nothing"},
-    ],
-    ids=lambda change: str(change)[:40],
-)
-def test_an_adapter_of_nonsense_is_refused(change: dict[str, Any], adapter: tuple[Path, Path], tmp_path: Path) -> None:
-    """Patterns that never end, a billion layers, and numbers that are none: peft takes them as they come."""
-    model, folder = adapter[0], shutil.copytree(adapter[1], tmp_path / "adapter")
-    settings = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(settings | change))
-    with pytest.raises(UsageError, match=rf"lora.adapter: {folder}"):
-        built(model, folder)
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("targets", ["(.|.)*!", r".*\.(q|v)_proj", "(["])
-def test_an_adapter_s_layers_are_those_that_its_tensors_name(
-    targets: str, adapter: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """A pattern of somebody else may take for ever, so none is tried on the names of layers."""
-    model, folder = adapter[0], shutil.copytree(adapter[1], tmp_path / "adapter")
-    settings = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(settings | {"target_modules": targets}))
-    names = [[name for name, _ in built(model, each).named_parameters()] for each in (folder, adapter[1])]
-    assert names[0] == names[1]
+@pytest.mark.slow
+def test_a_plan_from_a_script_elsewhere_runs_nothing_of_the_working_folder(tmp_path: Path) -> None:
+    """The command's processes were kept from it; those of `penstock.plan()` ran a pickle.py beside somebody's data."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    for name in ("pickle", "socket", "struct", "selectors", "threading", "json"):
+        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nraise SystemExit('it ran')\n")
+    (here / "text.txt").write_text("some words to learn, " * 200)
+    (there / "script.py").write_text(
+        "import os, penstock\n\nif __name__ == '__main__':\n"
+        "    options = {'layers': 2, 'width': 16, 'heads': 2}\n"
+        "    plans = penstock.plan('gpt', options=options, batch=8, sequence=16, schedules=['1f1b'], devices=2)\n"
+        "    assert plans.ranked and 'PYTHONSAFEPATH' not in os.environ\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(penstock.__file__).parents[1])}
+    environment.pop("PYTHONSAFEPATH", None)
+    command = [sys.executable, str(there / "script.py")]
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=300)
+    assert not (tmp_path / "mark").exists()
+    assert done.returncode == 0, done.stderr

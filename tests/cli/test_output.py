@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sysconfig
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 from command import run
+
+from penstock.cli.output import working
+from penstock.errors import RunError
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "penstock")
 
@@ -26,3 +33,35 @@ def test_numbers_that_overflow_are_refused_and_never_printed(line: str) -> None:
     result = run(*line.split())
     assert (result.exit_code, result.stdout) == (2, "")
     assert "too large to be added up" in result.stderr
+
+
+@pytest.mark.parametrize("ask", [lambda: torch.empty(2**55), lambda: bytes(2**62)], ids=["torch", "python"])
+def test_an_error_for_want_of_memory_names_the_work(ask: Callable[[], object]) -> None:
+    """All of them reported that the schedule did not fit."""
+    with pytest.raises(RunError, match=r"^loading needs more memory than this machine has$"), working("loading"):
+        ask()
+
+
+def test_other_errors_are_what_they_are() -> None:
+    with pytest.raises(RuntimeError, match=r"^another$"), working("loading"):
+        raise RuntimeError("another")
+
+
+@pytest.mark.parametrize(
+    ("line", "place", "words"),
+    [
+        ("show 1f1b", "penstock.cli.source:build", "penstock show needs .*; try fewer ranks or microbatches$"),
+        ("checkpoint list run", "penstock.cli.checkpoint:checkpoints_at", "penstock list needs more memory .* has$"),
+    ],
+)
+def test_a_command_for_want_of_memory_names_itself(
+    line: str, place: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    module, _, name = place.partition(":")
+    monkeypatch.setattr(import_module(module), name, fail)
+    result = run(*line.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert re.search(words, result.stderr.strip()), result.stderr

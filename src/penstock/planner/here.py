@@ -38,7 +38,7 @@ from penstock.reading import read_json
 from penstock.schedule import Costs, simulate
 from penstock.train.build import build_model, build_pipeline
 from penstock.train.config.settings import TrainConfig
-from penstock.train.config.source import libraries_of
+from penstock.train.config.source import libraries_of, searching_no_working_folder
 from penstock.train.data.batch import DataBatch
 from penstock.train.data.batches import open_data
 from penstock.train.loss import shares_of
@@ -178,7 +178,8 @@ def measure(
         path = Path(folder)
         threads = max(1, len(os.sched_getaffinity(0)) // world)
         arguments = (world, threads, str(path), config, list(settings), rounds)
-        running = spawn(_rank, arguments, nprocs=world, join=False, daemon=True)  # type: ignore[no-untyped-call]
+        with searching_no_working_folder():
+            running = spawn(_rank, arguments, nprocs=world, join=False, daemon=True)  # type: ignore[no-untyped-call]
         try:
             while not running.join():
                 pass

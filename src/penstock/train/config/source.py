@@ -12,6 +12,8 @@ import inspect
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -21,6 +23,20 @@ from penstock.train.config.settings import TrainConfig
 HUGGINGFACE = "huggingface:"  # what follows is the name of a configuration
 NOT_HERE = ("PYTHONSAFEPATH", "penstock")  # by which a Python that is started does not search its working folder
 FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+@contextmanager
+def searching_no_working_folder() -> Iterator[None]:
+    """Have interpreters that are started inside search the folders of libraries alone; others are the user's."""
+    before = {name: os.environ.get(name) for name in (NOT_HERE[0], "PYTHONPATH")}
+    search_no_working_folder()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def search_no_working_folder() -> None:

@@ -6,7 +6,7 @@ pipeline is cut from its shapes, and then each rank reads the tensors of its own
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +24,8 @@ from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import HUGGINGFACE
 from penstock.train.models.lora import adapter_values, has_adapters
 
+ONE_BY_ONE = ("layer", "layers", "experts", "labels")  # how keys end that count what is built, memory or not
+MOST_BUILT = 10_000
 NO_FOLDER_CODE = (
     "code from a model's folder is not run; where you trust it, load the model in a function of yours and name that: "
     'model.source = "module:function"'
@@ -117,6 +119,7 @@ def tensor_plan_of(config: TrainConfig, model: nn.Module) -> Any:
 
 def configuration_of(config: TrainConfig) -> Any:
     name, options = config.model.source.removeprefix(HUGGINGFACE), config.model.options
+    _check_counts("model.options", options)
     for remote in {"trust_remote_code", "allow_all_kernels"} & set(options):
         raise UsageError(f"model.options.{remote} is not for configurations: {NO_FOLDER_CODE}")
     try:
@@ -125,7 +128,7 @@ def configuration_of(config: TrainConfig) -> Any:
         raise UsageError("huggingface models need the transformers package: pip install transformers") from None
     if folder_of(config) is not None:
         check_folder(name)
-        read_json(Path(name) / "config.json")
+        _check_counts(name, read_json(Path(name) / "config.json"))
         try:
             return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False, **options)
         except Exception as error:  # transformers and huggingface_hub have errors of their own for kinds of nonsense
@@ -139,6 +142,14 @@ def configuration_of(config: TrainConfig) -> Any:
     if name not in CONFIG_MAPPING:
         raise UsageError(no_configuration(name, list(CONFIG_MAPPING)))
     return AutoConfig.for_model(name, **options)
+
+
+def _check_counts(origin: str, document: Mapping[str, Any]) -> None:
+    for key, value in document.items():
+        if isinstance(value, dict):
+            _check_counts(origin, value)
+        elif isinstance(value, int) and value > MOST_BUILT and str(key).endswith(ONE_BY_ONE):
+            raise UsageError(f"model.source: {origin} has {key} = {str(value)[:40]}; at most {MOST_BUILT} are built")
 
 
 def _of_shape(config: TrainConfig, shape: Any) -> nn.Module:

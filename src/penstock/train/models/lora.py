@@ -151,7 +151,7 @@ def _settings(config: TrainConfig) -> Any:
             raise UsageError(f"lora.adapter: {path} has {odd[0]!r}, a pattern that may take for ever; name the layers")
         if isinstance(found.target_modules, str) and found.target_modules != "all-linear":  # may take for ever, too
             stored = PretrainedFolder(path, ADAPTER_WEIGHTS).tensors
-            found.target_modules = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in stored}
+            found.target_modules = sorted({name.removeprefix(PREFIX).partition(".lora_")[0] for name in stored})
         found.inference_mode = False
         return found
     source = config.model.source

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from accelerator.harness import NAMES, on_device, on_ranks
+from tiers import mostly_slow
 
 LEARNING = 2  # steps that find out what a loss is a mean of, and make what later ones use
 # By what is in the place of a wait: when it is. Nothing else may wait.
@@ -71,13 +72,9 @@ def steps(pipe: Any, sgd: Any, x: Any, y: Any, overlapped: bool) -> Iterator[Any
         sgd.zero_grad()
 
 
-def all_waits() -> dict[tuple[str, bool, bool], list[list[str]]]:
-    return {
-        (kind, overlapped, there): waits(kind, overlapped, there)
-        for kind in ("mlp", "gpt")
-        for overlapped in (False, True)
-        for there in (False, True)
-    }
+def all_waits(kind: str) -> dict[tuple[bool, bool], list[list[str]]]:
+    ways = [(overlapped, there) for overlapped in (False, True) for there in (False, True)]
+    return {(overlapped, there): waits(kind, overlapped, there) for overlapped, there in ways}
 
 
 def kinds_of(places: list[str]) -> tuple[int, int, int, list[str]]:
@@ -88,13 +85,14 @@ def kinds_of(places: list[str]) -> tuple[int, int, int, list[str]]:
     return len(before), len(after), len(between), [each for each in places if each not in before + after + between]
 
 
+@pytest.mark.parametrize("kind", mostly_slow(["mlp", "gpt"], "mlp"))
 @pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
-def test_a_step_waits_for_no_device_between_its_actions_and_once_after_them(processes: bool) -> None:
+def test_a_step_waits_for_no_device_between_its_actions_and_once_after_them(processes: bool, kind: str) -> None:
     """A GPT's loss is a mean over targets that count: where they are on a device, they are counted there beforehand."""
-    outcomes = on_ranks(2, all_waits) if processes else [on_device(all_waits)]
+    outcomes = on_ranks(2, all_waits, kind) if processes else [on_device(all_waits, kind)]
     for rank, outcome in enumerate(outcomes):
         assert outcome.races == []
-        for (kind, overlapped, there), found in outcome.value.items():
+        for (overlapped, there), found in outcome.value.items():
             # The last result of a loop comes with what follows the loop.
             for places in found[LEARNING : -1 if overlapped else None]:
                 before, after, between, elsewhere = kinds_of(places)

@@ -162,7 +162,7 @@ class RehearsalTransport(DistributedTransport):
     ) -> None:
         self._stamp, self._posted = stamp, posted
         self._backend = Backend(network, rank)
-        member = Member(rank, ranks, self._backend, {}, "virtual", store, store.host, 0)
+        member = Member(rank, ranks, self._backend, {}, "virtual", store, store.host, 0, range(ranks))
         self._set_up(member, timeout, max_sends=1, coordinator=0, clock=clock or RankClock(network.time, rank))
         self._exchanger = SharedReading(self._exchanger, network)
         self._exchanger.sockets = Mail(network, self._transfers)

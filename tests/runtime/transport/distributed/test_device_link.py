@@ -184,14 +184,15 @@ def test_a_backend_of_two_ranks_is_made_without_the_others(monkeypatch: pytest.M
 
     def extended(options: Any, backend_options: Any) -> str:
         made.append((options.store, options.group_rank, options.group_size, options.timeout))
+        assert list(options.global_ranks_in_group) == [4, 2]  # what torch says of a communicator in its own words
         return "extended"
 
     kinds = dist.Backend._plugins
     monkeypatch.setitem(kinds, "SIMPLE", kinds_entry(simple, False))
     monkeypatch.setitem(kinds, "EXTENDED", kinds_entry(extended, True))
     store, limit = dist.HashStore(), timedelta(seconds=7)
-    assert make_backend("simple", store, 1, "one", limit) == "simple"
-    assert make_backend("extended", store, 0, "two", limit) == "extended"
+    assert make_backend("simple", store, 1, "one", limit, [4, 2]) == "simple"
+    assert make_backend("extended", store, 0, "two", limit, [4, 2]) == "extended"
     assert [(rank, size, timeout) for _, rank, size, timeout in made] == [(1, 2, limit), (0, 2, limit)]
 
 

@@ -187,8 +187,8 @@ class DeviceLink:
         self._departing.clear()
 
 
-def make_backend(kind: str, store: Any, number: int, name: str, timeout: timedelta) -> Any:
-    """Make a backend of two ranks, as `torch.distributed.new_group` does, but with nobody else's help.
+def make_backend(kind: str, store: Any, number: int, name: str, timeout: timedelta, ranks: list[int]) -> Any:
+    """Make a backend of two ranks of the world, as `torch.distributed.new_group` does, but with nobody else's help.
 
     That one needs all ranks of the world where the user has bound a device to it (`device_id=`).
     """
@@ -197,12 +197,12 @@ def make_backend(kind: str, store: Any, number: int, name: str, timeout: timedel
     if kind in ("nccl", "xccl"):
         maker: Any = getattr(dist, f"ProcessGroup{kind.upper()}")
         options = maker.Options()
-        options._timeout, options.group_name = timeout, name
+        options._timeout, options.group_name, options.global_ranks_in_group = timeout, name, ranks
         return maker(store, number, 2, options)
     plugin: Any = dist.Backend._plugins[kind.upper()]
     if not plugin.extended_api:
         return plugin.creator_fn(store, number, 2, timeout)
     described = _DistributedBackendOptions()
     described.store, described.group_rank, described.group_size = store, number, 2
-    described.timeout, described.group_id, described.global_ranks_in_group = timeout, name, []
+    described.timeout, described.group_id, described.global_ranks_in_group = timeout, name, ranks
     return plugin.creator_fn(described, None)

@@ -98,6 +98,7 @@ class Exchange:
         self._transfers = transfers
         self._connections = {peer: transfers.connection(peer) for peer in self._peers}
         self._prepared: dict[int, tuple[Tensor, Any]] = {}
+        self.under_way: list[tuple[Tensor, Any]] = []  # what may not have moved yet
 
     @uninterrupted
     def prepare(self) -> None:
@@ -109,6 +110,7 @@ class Exchange:
         for peer in self._peers:
             if peer not in self._prepared:
                 self._prepared[peer] = self._post(peer)
+                self.under_way.append(self._prepared[peer])
 
     @uninterrupted
     def post(
@@ -121,6 +123,7 @@ class Exchange:
         receives, self._prepared = self._prepared, {}
         centre = self.coordinator
         sends = [] if self.rank == centre else self._put(centre, step, plain.dumps(tuple(entry)))
+        self.under_way += sends
         return Posted(step, used, value, entry, receives, {self.rank: entry}, sends, [], [])
 
     def known(self, posted: Posted) -> Exchanged | None:
@@ -143,6 +146,7 @@ class Exchange:
         """Return what every rank has said; `summary` is that of the coordinator, where it is made already."""
         if not posted.found:
             posted.found.append(self._collect(posted, summary))
+            self.under_way[:] = self._prepared.values()
         return posted.found[0]
 
     def _collect(self, posted: Posted, summary: Summary | None) -> Exchanged:

@@ -113,7 +113,8 @@ class Links:
             # The store is another connection to it, which leaves the watch's own free.
             name = f"{self._prefix}/{what}/{ends[0]}-{ends[1]}"
             place = PrefixStore(name, self._member.store.clone())
-            return keep_in_forks(make(store=place, number=ends.index(self._rank), name=name))
+            ranks = [self._member.world[end] for end in ends]
+            return keep_in_forks(make(store=place, number=ends.index(self._rank), name=name, ranks=ranks))
         except dist.DistNetworkError as error:
             raise self._watch.without_store(error) from error
         except RuntimeError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -30,6 +30,7 @@ class Member(NamedTuple):
     store: Any
     store_host: int | None  # the rank whose process has the store, if one has
     number: int  # of this transport among those of the group, for tags and keys of its own
+    world: Sequence[int]  # by rank in the group: the rank in the world
 
 
 def member_of(group: dist.ProcessGroup, timeout: float) -> Member:
@@ -47,6 +48,7 @@ def member_of(group: dist.ProcessGroup, timeout: float) -> Member:
         store,
         None if has_agent() or 0 not in members else members.index(0),
         number,
+        members,
     )
 
 

@@ -60,6 +60,9 @@ CHANNELS = 0x1FFF  # at most, in one program
 FIRST_TAG = 0x4000_0000  # far from what users choose; then 5 bits of transport, 13 of channel, 12 within the channel
 CONTROL_TAG = CHANNELS * SUBTAGS  # after the last channel: the exchange, and cutting
 
+# Of transports that are gone: gloo reads no further from a peer where the memory of a receive that it has is gone.
+_abandoned: list[list[tuple[torch.Tensor, Any]]] = []
+
 
 class DistributedTransport(Transport):
     """One rank's transport over torch.distributed, on a process group (by default the world). Ranks are the group's.
@@ -128,6 +131,7 @@ class DistributedTransport(Transport):
         self._book = Book()
         self._max_sends = max_sends
         self._exchanger = Exchange(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._transfers)
+        weakref.finalize(self, _abandoned.append, self._exchanger.under_way)
         self.ends = ChannelEnds((), self.rank)
         self._opened: dict[tuple[Channel, ...], ChannelEnds[Any, Any]] = {}
         self._next_channel = 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from interrupt_cases import CLIP, COSTS, TIMEOUT, Case, Life, draw_case, faults_of
 
 from penstock.errors import PeerFailure, UsageError
 from penstock.rehearsal.faults import PlannedFault, parse_fault
 from penstock.rehearsal.rehearse import rehearse
-from penstock.rehearsal.training import rehearse_training
+from penstock.rehearsal.training import ProcessTime, rehearse_training
 from penstock.schedule import build
 
 SAMPLE, SOME, ALL = 40, 600, 10_000
@@ -17,6 +18,29 @@ SAMPLE, SOME, ALL = 40, 600, 10_000
 @pytest.mark.parametrize("first", range(0, SAMPLE, 5))
 def test_nobody_waits_for_a_rank_that_was_interrupted(first: int) -> None:
     _check(range(first, first + 5))
+
+
+def test_no_interrupt_comes_while_a_task_that_ended_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did (seeds 1731, 3073, 3775): its process then had the state of Ctrl-C of another."""
+    time, switching, done = ProcessTime(seed=0), [], []
+    restore = torch.set_rng_state
+
+    def note(state: torch.Tensor) -> None:
+        switching.append(time.is_switching)
+        restore(state)
+
+    def first() -> None:
+        time.sleep(2.0)
+        done.append(time.is_switching)
+
+    monkeypatch.setattr(torch, "set_rng_state", note)
+    time.start(0, first)
+    time.start(1, lambda: time.sleep(1.0))
+    time.run(lambda: bool(done), until=100)
+    time.close()
+    assert done == [False]
+    assert len(switching) >= 2
+    assert all(switching)
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ _NOT_OWN = ("torch", "builtins", "typing", "abc")  # packages of classes that co
 _VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, FunctionType, NoneType, Tensor)
 _PLAIN = (Tensor, nn.Parameter)  # what has a place
 _LEAVING_GRADIENTS = (torch.optim.Adam, torch.optim.AdamW)  # whose steps write to no gradient; subclasses may
+SMALL = 4096  # numbers that are copied sooner than multiplied
 _Place = tuple[Any, str]  # what has an attribute, and its name
 
 
@@ -118,14 +119,15 @@ class WeightsSeen:
 
     A parameter that is written to by its `data` keeps its version. So each row is multiplied by a vector of random
     numbers, which no change of sign or order leaves as it was, and which costs less than a norm: it is read once, by
-    BLAS.
+    BLAS. Small parameters are copied, and all of it is joined, as many small operations would take longer than the
+    reading.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._plain = [each for each in parameters_of(optimizer) if type(each) in _PLAIN]
         self._places = [(each._version, each.data_ptr()) for each in self._plain]
-        self._products, self._state = [_product(each) for each in self._plain], self._current_state()
+        self._joined, self._state = _join(self._plain), self._current_state()
 
     def changed(self) -> Tensor | str | None:
         """Return a parameter that was written to or given a gradient since; or words for what else was changed."""
@@ -134,11 +136,15 @@ class WeightsSeen:
                 return parameter
         if self._current_state() != self._state:
             return "the state of the optimizer, or a parameter group,"
-        pairs = zip(self._products, map(_product, self._plain), strict=True)
-        alike = [torch.isclose(one, other, rtol=0.0, atol=0.0, equal_nan=True).all() for one, other in pairs]
+        joined = list(zip(self._joined, _join(self._plain), strict=True))
+        alike = [torch.eq(before, now).all() for (*_, before), (*_, now) in joined]
         numbers = fetch(alike)
-        changed = (each for each, same in zip(self._plain, alike, strict=True) if not numbers[id(same)])
-        return next(changed, None)
+        for ((parameters, sizes, before), (*_, now)), same in zip(joined, alike, strict=True):
+            if not numbers[id(same)]:  # or both have NaN
+                for parameter, *pair in zip(parameters, before.split(sizes), now.split(sizes), strict=True):
+                    if not torch.allclose(*pair, rtol=0.0, atol=0.0, equal_nan=True):
+                        return parameter
+        return None
 
     def _current_state(self) -> dict[Any, Any]:
         """What the state and the groups are made of: numbers, and the identities of objects, tensors with versions."""
@@ -186,18 +192,28 @@ def _added(optimizer: torch.optim.Optimizer) -> Iterator[tuple[_Place, Any]]:
 
 
 @torch.no_grad()
+def _join(parameters: Iterable[Tensor]) -> list[tuple[list[Tensor], list[int], Tensor]]:
+    """Return what shows changes of parameters, joined for each device and dtype, with the lengths of their parts."""
+    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for parameter in parameters:
+        part = _product(parameter)
+        found, parts = groups.setdefault((part.device, part.dtype), ([], []))
+        found.append(parameter)
+        parts.append(part)
+    return [(found, [each.numel() for each in parts], torch.cat(parts)) for found, parts in groups.values()]
+
+
 def _product(parameter: Tensor) -> Tensor:
-    """Each row of a parameter times random numbers, and a copy of one that is a single row.
+    """Return each row of a parameter times random numbers, or all that a small one holds, or one of a single row.
 
     One with fewer than 32 bits is taken in float32: rounded to 8 bits, a product shows no small change.
     """
-    values = parameter.detach()
-    values = torch.view_as_real(values) if values.is_complex() else values
+    values = torch.view_as_real(parameter) if parameter.is_complex() else parameter
     values = values if values.itemsize >= 4 and values.is_floating_point() else values.float()
-    if values.dim() < 2:
-        return values.clone()
+    if values.dim() < 2 or values.numel() <= SMALL:
+        return values.flatten()
     rows = values.flatten(1)
-    return rows @ _random(rows.shape[1], rows.dtype, rows.device)
+    return torch.mv(rows, _random(rows.shape[1], rows.dtype, rows.device))
 
 
 @lru_cache(maxsize=64)

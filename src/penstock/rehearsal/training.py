@@ -150,6 +150,7 @@ class ProcessTime(VirtualTime):
         try:
             super().wait(until)
         finally:
+            self.is_switching = True  # a task that has ended has not set it
             torch._C._set_grad_enabled(grad)
             torch.set_rng_state(generator)
             swap_holding(holding)

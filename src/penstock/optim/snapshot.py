@@ -141,8 +141,9 @@ class WeightsSeen:
         numbers = fetch(alike)
         for ((parameters, sizes, before), (*_, now)), same in zip(joined, alike, strict=True):
             if not numbers[id(same)]:  # or both have NaN
-                for parameter, *pair in zip(parameters, before.split(sizes), now.split(sizes), strict=True):
-                    if not torch.allclose(*pair, rtol=0.0, atol=0.0, equal_nan=True):
+                parts = zip(parameters, torch.split(before, sizes), torch.split(now, sizes), strict=True)
+                for parameter, one, other in parts:
+                    if not torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True):
                         return parameter
         return None
 

@@ -1,4 +1,4 @@
-"""`penstock train` on devices, in processes that it starts itself: it uses them unasked, and goes on where it stopped."""
+"""`penstock train` on devices, in processes that it starts: it uses them unasked, and goes on where it stopped."""
 
 from __future__ import annotations
 

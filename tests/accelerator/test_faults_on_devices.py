@@ -1,4 +1,4 @@
-"""A rank that raises, dies, stalls or runs out of memory, while devices run behind their hosts and others wait."""
+"""A rank that raises, dies, stalls or runs out of memory while devices run behind their hosts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def faulted(op: str, how: str, who: int) -> dict[str, Any]:
 
     pipe.register(Op[op], handler)
     found: dict[str, Any] = {"errors": [], "seconds": []}
-    for _ in range(STEPS if how in RECOVERS else 2):
+    for number in range(STEPS if how in RECOVERS else 2):  # noqa: B007 the handler reads it
         pipe.zero_grad()
         start, error = time.monotonic(), ""
         try:

@@ -26,8 +26,12 @@ def model_and_batch(kind: str) -> dict[str, Any]:
     torch.manual_seed(0)
     if kind == "mlp":
         layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
-        x, y = torch.randn(8, 8), torch.randn(8, 8)
-        return {"x": x, "y": y, "model": nn.Sequential(*layers), "loss_fn": nn.MSELoss()}
+        return {
+            "x": torch.randn(8, 8),
+            "y": torch.randn(8, 8),
+            "model": nn.Sequential(*layers),
+            "loss_fn": nn.MSELoss(),
+        }
     tokens = torch.randint(0, 32, (8, 13))
     return {
         "x": tokens[:, :-1].contiguous(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import random
 from typing import Any
 
@@ -61,19 +60,8 @@ def farthest(family: str, caller: str) -> float:
     unsteady(model, rank or 0)
     pretend.defer(lag=0.0003)
 
-    def made() -> Any:
-        stages = 2 if family in ("1f1b", "zb-h1") else 4
-        own = copy.deepcopy(model)
-        return penstock.Pipeline(own, stages=stages, microbatches=5, schedule=family, loss_fn=nn.MSELoss(), timeout=15)
-
-    if caller == "leaves a loop":
-        pipe = made()
-        for number, _ in enumerate(pipe.train_steps(batches, torch.optim.SGD(pipe.parameters(), lr=0.1))):
-            if number == 1:
-                break
-        del pipe
-        gc.collect()
-    pipe = made()
+    stages = 2 if family in ("1f1b", "zb-h1") else 4
+    pipe = penstock.Pipeline(model, stages=stages, microbatches=5, schedule=family, loss_fn=nn.MSELoss(), timeout=15)
     for x, y in batches:
         if caller == "changes streams":
             for index in mine:
@@ -98,10 +86,10 @@ def farthest(family: str, caller: str) -> float:
     return far
 
 
-CALLERS = ["leaves a loop", "changes streams", "communicates", "evaluates"]
+CALLERS = ["changes streams", "communicates", "evaluates"]
 
 
-@pytest.mark.parametrize("caller", mostly_slow(CALLERS, "leaves a loop", "changes streams"))
+@pytest.mark.parametrize("caller", mostly_slow(CALLERS, "changes streams"))
 @pytest.mark.parametrize("family", mostly_slow(["1f1b", "zb-h1", "zb-v", "dualpipe-v"], "1f1b"))
 def test_processes(family: str, caller: str) -> None:
     for outcome in on_ranks(2, farthest, family, caller):
@@ -110,7 +98,7 @@ def test_processes(family: str, caller: str) -> None:
         assert outcome.deadlocks == []
 
 
-@pytest.mark.parametrize("caller", mostly_slow(CALLERS[1:], "evaluates"))
+@pytest.mark.parametrize("caller", mostly_slow(CALLERS, "evaluates"))
 @pytest.mark.parametrize("family", mostly_slow(["1f1b", "zb-h1", "zb-v", "dualpipe-v"], "zb-v"))
 def test_threads(family: str, caller: str) -> None:
     outcome = on_device(farthest, family, caller, name="cuda")

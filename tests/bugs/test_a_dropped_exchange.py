@@ -11,7 +11,7 @@ from penstock.runtime.transport.distributed.transport import DistributedTranspor
 
 
 def dropped_and_made_again() -> list[int]:
-    """Leave an exchange that nobody collects, rank 0 before rank 1's report comes; then exchange anew on all ranks."""
+    """Each rank drops an exchange, rank 0 before rank 1's report comes; then all exchange anew."""
     store = dist.distributed_c10d._get_default_store()
     rank = dist.get_rank()
     transport = DistributedTransport(timeout=5.0)

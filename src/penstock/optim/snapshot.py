@@ -136,8 +136,10 @@ class WeightsSeen:
             return "the state of the optimizer, or a parameter group,"
         for (parameters, sizes, before), (*_, now) in zip(self._joined, _join(self._plain), strict=True):
             if not torch.equal(before, now):  # or both have NaN
-                for parameter, *pair in zip(parameters, before.split(sizes), now.split(sizes), strict=True):
-                    if not torch.allclose(*pair, rtol=0.0, atol=0.0, equal_nan=True):
+                for parameter, one, other in zip(
+                    parameters, torch.split(before, sizes), torch.split(now, sizes), strict=True
+                ):
+                    if not torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True):
                         return parameter
         return None
 

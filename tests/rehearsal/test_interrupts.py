@@ -10,6 +10,7 @@ from penstock.errors import PeerFailure, UsageError
 from penstock.rehearsal.faults import PlannedFault, parse_fault
 from penstock.rehearsal.rehearse import rehearse
 from penstock.rehearsal.training import ProcessTime, rehearse_training
+from penstock.runtime.state.phase import NOW
 from penstock.schedule import build
 
 SAMPLE, SOME, ALL = 40, 600, 10_000
@@ -63,6 +64,7 @@ def _check(seeds: range) -> None:
         if found:
             wrong[seed] = (case.family, case.clip, [*map(str, case.faults)], found)
     assert not wrong
+    assert NOW.phase is None  # A compute that was left would be seen by layers outside of any pipeline.
 
 
 @pytest.mark.parametrize("clip", [CLIP, -1.0])

@@ -59,7 +59,7 @@ def compare_with_plain_loop(place: Place, family: str) -> dict[str, Any]:
                 share = nn.functional.mse_loss(plain(part), target) / pipe.microbatches
                 share.backward()  # type: ignore[no-untyped-call]
                 expected += share.detach()
-            pairs = [("the loss", torch.as_tensor(loss), expected)]
+            pairs = [("the loss", torch.as_tensor(loss, device=place.device), expected)]
             for name, parameter, other in zip(trained, trained.values(), followed, strict=True):
                 if parameter.grad is None or other.grad is None:
                     raise AssertionError(f"step {number + 1}: {name} has no gradient")
@@ -170,7 +170,7 @@ def _model(stages: int) -> nn.Sequential:
 
 def _batch(place: Place, microbatches: int, number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(number)
-    x, y = (torch.randn(ROWS * microbatches, WIDTH, generator=generator) for _ in range(2))
+    x, y = (torch.randn(ROWS * microbatches, WIDTH, generator=generator, device="cpu") for _ in range(2))
     return x.to(place.device), y.to(place.device)
 
 

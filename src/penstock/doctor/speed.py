@@ -99,7 +99,7 @@ def _long_transfer(place: Place, low: int, high: int, transfer: Callable[[Tensor
     for length in BLOCKS:
         block = torch.zeros(length, dtype=torch.uint8, device=place.device)
         seconds = _median(place, partial(transfer, block))
-        enough = torch.tensor([seconds > LONG])  # both ranks go by the lower one's watch
+        enough = torch.tensor([seconds > LONG], device="cpu")  # both ranks go by the lower one's watch
         dist.send(enough, high) if place.rank == low else dist.recv(enough, low)
         if enough:
             break

@@ -185,8 +185,9 @@ class Stage:
             recording = None if self._parameters.differentiates else mode
         loss: Tensor | None = None
         hooks = None if self._has_run else self._parameter_hooks()
-        outer, NOW.own = NOW.own, phase  # as `with phase` does, without its two calls per compute
-        try:
+        outer = NOW.own
+        try:  # Ctrl-C may come at any line, and must not leave the phase behind. `with phase` costs two more calls.
+            NOW.own = phase
             with numbers, _NOTHING if self.precision is None else self.precision():
                 emitted = self.guarded.run(
                     stage_input.arrived, stage_input.args, stage_input.kwargs, self._final, recording
@@ -257,8 +258,9 @@ class Stage:
             graph.deferred.begin_input()
             self._waiting[microbatch] = graph.deferred
         numbers = None if self.randomness.backward is None else self.randomness.backward(microbatch)
-        outer = enter_backward(Phase("backward", microbatch, self.statistics))
+        outer = NOW.own
         try:
+            enter_backward(Phase("backward", microbatch, self.statistics))
             with numbers or _NOTHING:
                 return graph.backward(gradients, loss_seed, extra_seed, self._runs_backward())
         finally:

@@ -153,7 +153,7 @@ def sums(flat: Tensor, pieces: list[Tensor]) -> list[float]:
         found = flat.view(len(pieces), -1).sum(1, dtype=torch.float64).tolist()
         return found
     ends = torch.cat([flat.new_zeros(1, dtype=torch.float64), flat.cumsum(0, dtype=torch.float64)])
-    offsets = torch.tensor([0, *(piece.numel() for piece in pieces)]).cumsum(0).to(flat.device)
+    offsets = torch.tensor([0, *(piece.numel() for piece in pieces)], device="cpu").cumsum(0).to(flat.device)
     found = ends[offsets].diff().tolist()
     return found
 

@@ -59,12 +59,11 @@ class _Now(threading.local):
 NOW = _Now()
 
 
-def enter_backward(phase: Phase | None) -> Phase | None:
-    """Set this thread's compute, for the threads of autograd's that run its backward too; return the one before."""
-    before, NOW.own = NOW.own, phase
+def enter_backward(phase: Phase | None) -> None:
+    """Set this thread's compute, for the threads of autograd's that run its backward too."""
+    NOW.own = phase
     if has_accelerator():  # Otherwise a backward runs on this thread.
         torch._C._stash_obj_in_tls(_KEY, phase)
-    return before
 
 
 def is_checkpointing() -> bool:

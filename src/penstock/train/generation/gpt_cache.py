@@ -84,7 +84,8 @@ class CachedGPT:
         """Read further tokens, and return the score of each token that may come next."""
         begin = self._cache.length
         self._cache.length += len(tokens)
-        row = torch.stack([torch.tensor(list(tokens)), torch.arange(begin, self._cache.length)])
+        positions = torch.arange(begin, self._cache.length, device="cpu")
+        row = torch.stack([torch.tensor(list(tokens), device="cpu"), positions])
         with torch.inference_mode(), self._cache:
             scores: Tensor = self._model(row[None])[0, -1]
         return scores

@@ -23,7 +23,7 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parent.parent
 LOADED = ["penstock.pipeline", "penstock.parallel.compose", "torch._dynamo", "torch.distributed.checkpoint", "pytest"]
-LAST_WORDS = 5.0  # seconds for the other ranks once one has failed
+LAST_WORDS = 20.0  # seconds for the other ranks once one has failed
 
 
 def serve(jobs: Connection) -> None:

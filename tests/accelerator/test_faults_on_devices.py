@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from accelerator.harness import attempt, on_device
-from tiers import mostly_slow
+from tiers import in_tiers
 
 from penstock.errors import PeerFailure
 
-TIMEOUT = 1.5  # of a step
+TIMEOUT, LONG = 4.0, 30.0  # of a step in which a rank stalls or dies, and of any other, on a machine with much to do
 STEPS = 3  # of which the second one fails
 SCHEDULES = {"F": "1f1b", "B": "1f1b", "I": "zb-h1", "W": "zb-h1"}  # by operation: a schedule that has it
 RECOVERS = ("raises", "memory")  # after these, the pipeline goes on
@@ -56,8 +56,14 @@ def faulted(op: str, how: str, who: int) -> dict[str, Any]:
         (nn.functional.mse_loss(alone(one), other) / 4).backward()
     wanted = {name: each.grad for name, each in alone.named_parameters()}
     pretend.defer(lag=0.001)
+    timeout = LONG if how in RECOVERS else TIMEOUT  # A survivor whose device waits names a dead rank only then.
     pipe = penstock.Pipeline(
-        model, stages=2, microbatches=4, schedule=SCHEDULES[op], loss_fn=nn.MSELoss(), timeout=TIMEOUT
+        model,
+        stages=2,
+        microbatches=4,
+        schedule=SCHEDULES[op],
+        loss_fn=nn.MSELoss(),
+        timeout=timeout,
     )
     number = 0
 
@@ -88,7 +94,7 @@ def faulted(op: str, how: str, who: int) -> dict[str, Any]:
     return found
 
 
-WORDS = {"raises": "ValueError: on purpose", "memory": "OutOfMemoryError", "dies": "", "stalls": "silent for 1.5 s"}
+WORDS = {"raises": "ValueError: on purpose", "memory": "OutOfMemoryError", "dies": "", "stalls": "silent for 4 s"}
 
 
 def check(found: dict[str, Any], op: str, how: str, who: int) -> None:
@@ -100,18 +106,19 @@ def check(found: dict[str, Any], op: str, how: str, who: int) -> None:
         assert f"action {who}{op}3" in found["errors"][1]
         assert found["errors"][2] == ""
         assert found["exact"]
-    assert found["seconds"][1] < 10 * TIMEOUT
-    assert found["closing"] < 10 * TIMEOUT
+    assert found["seconds"][1] < LONG
+    assert found["closing"] < LONG
 
 
 CASES = [(op, how, who) for op in SCHEDULES for how in WORDS for who in (0, 1)]
+SELDOM = [each for each in CASES if each[1] == "stalls" and each[0] in ("B", "I")]  # which wait for the timeout
 
 
 @pytest.mark.parametrize(
-    ("op", "how", "who"), mostly_slow(CASES, ("F", "memory", 1), ("B", "dies", 0), ("W", "raises", 0))
+    ("op", "how", "who"), in_tiers(CASES, [("F", "memory", 1), ("B", "dies", 0), ("W", "raises", 0)], SELDOM)
 )
 def test_on_processes(op: str, how: str, who: int) -> None:
-    outcomes = attempt(2, faulted, op, how, who, grouped=True, limit=40)
+    outcomes = attempt(2, faulted, op, how, who, grouped=True, limit=90)
     assert [each.races for each in outcomes] == [[], []]
     assert [each.deadlocks for each in outcomes] == [[], []]
     for rank, each in enumerate(outcomes):
@@ -125,8 +132,8 @@ def test_on_processes(op: str, how: str, who: int) -> None:
 ON_THREADS = [each for each in CASES if each[1] != "dies"]
 
 
-@pytest.mark.parametrize(("op", "how", "who"), mostly_slow(ON_THREADS, ("I", "raises", 1)))
+@pytest.mark.parametrize(("op", "how", "who"), in_tiers(ON_THREADS, [("I", "raises", 1)], SELDOM))
 def test_on_threads(op: str, how: str, who: int) -> None:
-    outcome = on_device(faulted, op, how, who, limit=40)
+    outcome = on_device(faulted, op, how, who, limit=90)
     assert outcome.races == []
     check(outcome.value, op, how, who)

@@ -41,6 +41,7 @@ from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import EndedStep, StepReport, failure_of, note_steps
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.engine.step_input import Refused, StepInput
+from penstock.runtime.state.phase import NOW, enter_backward
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.channel import ChannelEnds, Incoming, Outgoing
 from penstock.runtime.transport.failure.peer_failures import stopped_by_force
@@ -180,6 +181,7 @@ class Executor:
 
     def _run_open(self, prepared: PreparedProgram, step_input: StepInput | Refused, report: StepReport) -> None:
         """Run the program where Ctrl-C is raised: it is closed before anything is made of what was raised."""
+        outer = NOW.own
         try:
             if self.transport.holds_interrupts:
                 CTRL_C.go("open")
@@ -189,6 +191,7 @@ class Executor:
         finally:
             if self.transport.holds_interrupts:
                 CTRL_C.go("close")
+            enter_backward(outer)  # Ctrl-C may have come as a stage was about to do so.
             del step_input  # an error that its own frame holds would keep the whole step alive
 
     def _run_program(self, prepared: PreparedProgram, step_input: StepInput, report: StepReport) -> None:

@@ -163,7 +163,9 @@ def export(
 
 
 def _auto_class(folder: Path) -> str:
-    """The class of transformers that loads the model with what its configuration names, such as a language model."""
+    """Return the class of transformers that loads the model with what its configuration names, such as a language
+    model.
+    """
     try:
         named = read_json(folder / "config.json").get("architectures")
     except OSError:

@@ -72,7 +72,7 @@ def _report(title: str, timeline: Timeline, steady: SteadyState, spread: Spread 
 
 
 def _stated(costs: Costs) -> str:
-    """The costs that are not nothing, in a phrase."""
+    """State the costs that are not zero, in a phrase."""
     words = [f"{name} {_numbers(getattr(costs, name))}" for name in ("forward", "input", "weight")]
     if costs.hop:
         words.append(f"hop {number(costs.hop)}")
@@ -101,7 +101,7 @@ def _by_rank(timeline: Timeline) -> str:
 
 
 def _path(path: tuple[Span, ...]) -> str:
-    """The chain that decides the makespan; of a long one both ends."""
+    """Describe the chain that decides the makespan; of a long one both ends."""
     names = [str(span.action) for span in path]
     if len(names) > 2 * PATH_ENDS:
         names[PATH_ENDS:-PATH_ENDS] = [f"... {len(path) - 2 * PATH_ENDS} more ..."]

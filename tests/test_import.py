@@ -11,49 +11,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from rooms import FOLDERS_OF_ROOMS, ROOMS
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "penstock"
-
-# The rooms of the house: each may import those above it in this list, and itself. A model becomes a pipeline and trains
-# in the core; no room of it imports a tool.
-CORE = [
-    "errors",
-    "rules",
-    "reading",
-    "devices",
-    "tool",
-    "schedule",
-    "messages",
-    "files",
-    "model",
-    "runtime.state",
-    "runtime.transport",
-    "runtime.backward",
-    "runtime.batch",
-    "runtime.loss",
-    "optim",
-    "runtime.engine",
-    "group",
-    "parallel",
-    "pipeline",
-    "checkpoint",
-]
-TOOLS = [
-    "tools.search",
-    "view",
-    "gpipe",
-    "parity_check",
-    "compat",
-    "integrations",
-    "train",
-    "rehearsal",
-    "planner",
-    "doctor",
-    "cli",
-    "__main__",
-]
-ROOMS = [*CORE, *TOOLS]
-FOLDERS_OF_ROOMS = ("runtime", "tools")
 
 
 @pytest.mark.parametrize("module", ["penstock", "penstock.errors", "penstock.schedule"])

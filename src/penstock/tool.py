@@ -1,7 +1,7 @@
 """The one way from the core to a tool.
 
-The core works without the folder `penstock.tools`. A few of its public names are made by a tool all the same, such as
-`build("auto")` by the search: these load it here, by its name, and so a copy without it can report what is missing.
+The core works where the folders of the tools are not there. A few of its public names are made by a tool all the same,
+such as `build("auto")` by the search: these load it here, by its name, and a copy without it reports what is missing.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from types import ModuleType
 from penstock.errors import UsageError
 
 
-def tool(name: str, purpose: str) -> ModuleType:
-    """Import a module of `penstock.tools`, or raise what is missing and what it is needed for."""
-    module = f"penstock.tools.{name}"
+def tool(module: str, purpose: str) -> ModuleType:
+    """Import a module of Penstock by its dotted name, or raise what is missing and what it is needed for."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as missing:

@@ -76,7 +76,7 @@ class Programs:
         if sizes is None or self._gathering(False):
             return self._take(proved)
         if sizes not in self._sized:
-            searching = tool("search", "an order for the sizes of a batch's microbatches")
+            searching = tool("penstock.tools.search", "an order for the sizes of a batch's microbatches")
             ordered: Schedule = searching.order_microbatches(proved.schedule, sizes)
             self._sized[sizes] = proved if ordered is proved.schedule else self._prove(ordered)
             while len(self._sized) > KEPT:

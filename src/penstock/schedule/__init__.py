@@ -94,4 +94,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _SEARCHED:
         raise AttributeError(f"module 'penstock.schedule' has no attribute {name!r}")
-    return getattr(tool("search", f"penstock.schedule.{name}"), name)
+    return getattr(tool("penstock.tools.search", f"penstock.schedule.{name}"), name)

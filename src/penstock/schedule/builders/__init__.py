@@ -284,7 +284,7 @@ def _searched(
 ) -> Schedule:
     check_count("ranks", ranks)
     sizes = (1, 2, 3, 4) if stages_per_rank is None else stages_per_rank
-    searching = tool("search.request", 'build("auto")'), tool("search", 'build("auto")')
+    searching = tool("penstock.tools.search.request", 'build("auto")'), tool("penstock.tools.search", 'build("auto")')
     memory = searching[0].memory_of_1f1b(ranks, costs or Costs())
     found: Schedule = searching[1].search(ranks, microbatches, costs, memory, sizes, seconds=0)
     # what skips stages is there before what comes through them, so an order for the chain is one for the skips too
@@ -300,7 +300,7 @@ def _tuned(
     if entry.layout == "block":  # a rank's stages are as one
         costs, stages_per_rank = _of_blocks(costs, ranks, stages_per_rank), 1
     placement, cap = entry.placed(ranks, stages_per_rank), entry.cap(ranks, stages_per_rank)
-    tuned = tool("search.tuned", "build with costs=").tuned
+    tuned = tool("penstock.tools.search.tuned", "build with costs=").tuned
     rows: list[list[Action]] = tuned(list(order), placement, microbatches, costs, cap)
     return rows
 

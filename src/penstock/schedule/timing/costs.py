@@ -158,7 +158,7 @@ class Costs:
             raise UsageError(
                 f"from_timeline takes a Timeline, of pipe.record() or Timeline.load(path); got {timeline!r}"
             )
-        found: Costs = tool("search.calibrate", "Costs.from_timeline").costs_of(timeline)
+        found: Costs = tool("penstock.tools.search.calibrate", "Costs.from_timeline").costs_of(timeline)
         return found
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:

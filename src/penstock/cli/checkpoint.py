@@ -17,7 +17,8 @@ from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson
 from penstock.errors import CheckpointError, UsageError
 from penstock.reading import read_json
-from penstock.view.figures import bytes_text, table
+from penstock.schedule.files.drawing import table
+from penstock.view.figures import bytes_text
 
 checkpoint = typer.Typer(
     name="checkpoint",

@@ -12,8 +12,9 @@ from penstock.cli.schedules.costs import CostOptions, amount
 from penstock.cli.source import AsJson, Sizes, Source, Steps, check_steps, count, described, identity, read_proved
 from penstock.schedule import Costs, Span, Spread, SteadyState, Timeline, steady_state, what_if
 from penstock.schedule import simulate as price
+from penstock.schedule.files.drawing import table
 from penstock.schedule.repeated import repeated
-from penstock.view.figures import percent, table
+from penstock.view.figures import percent
 
 PATH_ENDS = 8  # actions of the critical path that are shown at either end
 

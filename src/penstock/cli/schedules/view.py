@@ -18,7 +18,7 @@ from penstock.cli.runs import ShownRun, is_run, load_recording
 from penstock.cli.schedules.costs import TimeOptions, amount
 from penstock.cli.source import AsJson, Sizes, complete_source, count, identity, is_file, read_one_of
 from penstock.schedule import FAMILIES, Costs, Schedule, Timeline, simulate
-from penstock.schedule.timing.calibrate import costs_of, fitted
+from penstock.tools.search.calibrate import costs_of, fitted
 from penstock.view.account import account
 from penstock.view.figures import SHARES, idle_shares, printable
 from penstock.view.gantt import IDLE, gantt

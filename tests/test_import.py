@@ -19,6 +19,7 @@ ROOMS = [
     "errors",
     "rules",
     "reading",
+    "writing",
     "devices",
     "schedule",
     "messages",

@@ -109,8 +109,8 @@ class Parquet:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
 
+        _check_footer(self.path)
         try:
-            _check_footer(self.path)
             with ParquetFile(self.path) as file:
                 for first, table in _groups(file, begin):
                     for number, values in enumerate(table.to_pylist(), first):
@@ -183,9 +183,11 @@ class Arrow:
 
 def _check_inside(folder: Path) -> None:
     """Refuse a folder of rows that are elsewhere, where a FIFO may be."""
-    named = read_json(folder / "state.json")["_data_files"]
-    if odd := [str(each["filename"]) for each in named if Path(each["filename"]).name != each["filename"]]:
+    named = [each["filename"] for each in read_json(folder / "state.json")["_data_files"]]
+    if odd := [name for name in named if Path(name).name != name]:
         raise ValueError(f"state.json names {odd[0]!r}, which is not a file of the same folder")
+    if len(set(named)) < len(named):
+        raise ValueError("state.json names a file more than once")
 
 
 class OwnRows:

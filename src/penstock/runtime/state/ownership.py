@@ -119,9 +119,9 @@ class GuardedPart:
 class OutgoingValues:
     """What one stage emits, made fit to leave: nothing in it is in memory that the stage will write to again.
 
-    The first forward of each mode shows whether the stage emits memory of its own: a buffer, a parameter, a tensor in an
-    attribute. If so, every forward is looked at, and such tensors leave as copies. If not, all leave as they are; should
-    a later forward emit its own memory after all, and write to it, the reader finds that out by its version.
+    The first forward of each mode shows whether the stage emits memory of its own: a buffer, a parameter, a tensor in
+    an attribute. If so, every forward is looked at, and such tensors leave as copies. If not, all leave as they are; if
+    a later forward emits its own memory after all, and writes to it, the reader finds that out by its version.
     """
 
     carried: tuple[type[Tensor], ...] = ()  # kinds of tensors that are packed on their way, and made again

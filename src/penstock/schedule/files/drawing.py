@@ -17,7 +17,7 @@ COLORS = {Op.F: "34", Op.B: "32", Op.I: "36", Op.W: "33", Op.OVERLAP_F_B: "35", 
 
 
 def draw(schedule: Schedule, width: int | None, color: bool) -> str:
-    """The grid; see `Schedule.draw`."""
+    """Draw the grid; see `Schedule.draw`."""
     slots = schedule.slots
     rows = []
     for rank in range(schedule.ranks):
@@ -42,7 +42,7 @@ def draw(schedule: Schedule, width: int | None, color: bool) -> str:
 
 
 def cells_of(schedule: Schedule, rank: int, idle: str) -> list[str]:
-    """The cells of a row as text; from the actions where an array does not hold their numbers."""
+    """Return the cells of a row as text; read from the actions where an array does not hold their numbers."""
     if schedule.columns.clipped:
         return [idle if action is None else str(action) for action in schedule.rows[rank]]
     return schedule.columns.texts(rank, idle)

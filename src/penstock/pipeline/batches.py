@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,13 +157,13 @@ class Batches:
             self._check_trains()
         batch = self._carried(call, count) if self.options.inputs == "first" else self._checked(call, count)
         batches = {rank: self._on_device(batch, rank) for rank in ranks.executors}
-        check = None
+        begin_check = None
         if ranks.last is None or call.reduce is not None:
             shares = Shares(count, 1.0 / count)
         else:
             shares = weighed = BatchShares(self.weighing, batch, replicas, training)
             if training or batch.has_target or self.loss_fn is None:
-                check = self.check.begin(batches[ranks.last.rank], weighed, training)
+                begin_check = partial(self.check.begin, batches[ranks.last.rank], weighed, training)
         fingerprinted = self._fingerprint(call)
         recomputed = {"never": 0, "except_last": count - 1, "always": count}[self._recompute] if training else 0
         scaler = self.state.scaler if training else None
@@ -176,7 +177,7 @@ class Batches:
                 training=training,
                 batch_dims=self.dims,
                 scale=1.0 if scaler is None else scaler.loss_scale(),
-                check=check,
+                begin_check=begin_check,
                 recompute=frozenset(range(recomputed)),
                 recompute_stages=deployment.programs.schedule.recompute if training else frozenset(),
                 replicas=replicas.replicas,

@@ -170,7 +170,8 @@ class LocalRanks:
         try:
             for rank, generators in self._generators.items():
                 self.executors[rank].device = device = self.home(rank)
-                generators.draw_on(device)
+                if device != generators.home:
+                    generators.draw_on(device)
             every = dict.fromkeys(device for each in self._generators.values() for device in each.devices)
             with generators_of_step(every, self._takes_turns) as locks, self.precise():
                 if self._takes_turns:

@@ -31,7 +31,7 @@ class StepInput:
     batch_dims: Mapping[str | int, Any] = field(default_factory=dict)  # where the rows of the batch's tensors are
     attached: bool = False  # the output goes back to the user's graph: there is no loss here
     output_gradients: list[list[Tensor | None]] = field(default_factory=list)  # that came from there, by microbatch
-    check: StepCheck | None = None  # of the loss, in a step that needs one
+    begin_check: Callable[[], StepCheck | None] | None = None  # of the loss, where one may be needed
     replicas: int = 1  # that work on a batch each
     steps: int | None = None  # that this rank has completed
     fingerprinted: FingerprintedBatch | None = None  # where ranks compare what they were given

@@ -25,7 +25,7 @@ from penstock.runtime.batch.fingerprint import FingerprintedBatch, Key, fingerpr
 from penstock.runtime.batch.lengths import LengthPlan, PlanSplitter, merge_by_plan
 from penstock.runtime.batch.microbatch import Batch, Microbatches, check_is_data, check_labels, count_for, split_batch
 from penstock.runtime.batch.outputs import merge
-from penstock.runtime.engine.report import StepReport, StepResult, result_of
+from penstock.runtime.engine.report import StepReport, StepResult, replica_report, result_of
 from penstock.runtime.engine.step_input import Refused, StepInput
 from penstock.runtime.loss.check import LossCheck
 from penstock.runtime.loss.loss_options import LossOptions
@@ -147,7 +147,8 @@ class Batches:
         deployment, training = self.deployment, call.training
         ranks, replicas = deployment.ranks, deployment.replication
         if training:
-            replicas.ready()  # before anything else can raise: the other copies may wait for its answer
+            if not replicas.is_alone:
+                replicas.ready()  # before anything else can raise: the other copies may wait for its answer
             if deployment.counter.is_apart:
                 raise RunError(APART)
         if self.state.without_values:
@@ -311,12 +312,13 @@ class Batches:
 
     # -- and back
 
-    def result(self, call: Call, reports: Sequence[StepReport]) -> StepResult:
-        """What the user gets, from the reports of all ranks."""
+    def result(self, call: Call, reports: Sequence[StepReport], count: int) -> StepResult:
+        """Return what the user gets, from the reports of all ranks on so many microbatches."""
         self._compared.add(call.training)
         last = self.deployment.ranks.last
         output = None if last is None else last.computations.output()
-        return result_of(reports, self.deployment.replication.replica_reports, output)
+        replicas = self.deployment.replication.replica_reports or [replica_report(reports, count)]
+        return result_of(reports, replicas, output)
 
     def _merged(self, outputs: Sequence[Any]) -> Any:
         """The outputs of all microbatches as one."""

@@ -134,8 +134,8 @@ class Executor:
         self,
         program: Schedule,
         step_input: StepInput | Refused,
-        *,
         wall_start: WallStart | None = None,
+        *,
         together: bool = False,
     ) -> EndedStep:
         """One step of this rank, up to where the others are told what came of it.

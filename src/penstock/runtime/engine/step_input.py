@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -38,7 +38,11 @@ class StepInput:
     readers: Readers | None = None  # which ranks need an argument, where each brings its own
 
 
-class Refused(NamedTuple):
-    """In the place of a step's input: why this rank cannot run what it was given, for all ranks to hear."""
+@dataclass(frozen=True)
+class Refused:
+    """In the place of the step's input of every local rank: why none can be run, for all ranks to hear."""
 
     error: BaseException
+
+    def __getitem__(self, rank: int) -> Refused:
+        return self

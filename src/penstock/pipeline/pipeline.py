@@ -412,7 +412,7 @@ class Pipeline(PipelineModel):
 
     def describe(self) -> str:
         """The table of stages and how they run, as text."""
-        from penstock.view.stage_table import stage_table  # numpy and what draws tables: 40 ms that few need
+        from penstock.pipeline.stage_table import stage_table  # numpy, for the simulator: 40 ms that few need
 
         return stage_table(self)
 

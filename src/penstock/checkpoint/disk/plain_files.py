@@ -13,7 +13,7 @@ from typing import TextIO
 
 
 def create(path: Path) -> TextIO:
-    """A new file, open for writing; what had that name before is removed and not looked at."""
+    """Open a new file for writing; what had that name before is removed and not looked at."""
     path.unlink(missing_ok=True)
     return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "w", encoding="utf-8")
 

@@ -115,8 +115,6 @@ class StepCheck:
             return
         self._seen.add(number)
         target, extra = batch.targets[number], batch.loss_kwargs[number]
-        if self._checks.weighing.is_elementwise(output, target, extra):
-            return
         names = None if reading is None else (reading.names, names_below(loss, output) if place == 0 else None)
         kind = (names, *extra)
         if kind not in self._kinds:

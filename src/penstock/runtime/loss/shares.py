@@ -120,12 +120,8 @@ class Weighing:
         elif (known := cross_entropy(loss_fn)) is not None:
             self._given, is_known = known, True
         self.is_checked = not options.per_microbatch and not is_known
-        self._elementwise = options == LossOptions() and is_elementwise(loss_fn)
-
-    def is_elementwise(self, output: Any, target: Any, extra: Mapping[str, Any]) -> bool:
-        """Whether this is one of torch's own losses that compares each entry with its target."""
-        tensors = self._elementwise and isinstance(output, Tensor) and isinstance(target, Tensor)
-        return tensors and output.shape == target.shape and not extra
+        # One of torch's own losses that compares each entry with its target.
+        self.is_elementwise = options == LossOptions() and is_elementwise(loss_fn)
 
     def cannot_tell(self, why: str) -> None:
         """Warn, once."""
@@ -150,7 +146,7 @@ class Weighing:
     @property
     def reads(self) -> bool:
         """Whether what losses are divided by is read off their graphs."""
-        return (self.is_checked or self.uneven is not None) and not self.draws and not self._elementwise
+        return (self.is_checked or self.uneven is not None) and not self.draws and not self.is_elementwise
 
     def measure(self, batch: Batch, replicas: int) -> Measure | None:
         """What the microbatches of this batch are measured by, if that is known before they have run."""
@@ -182,6 +178,7 @@ class Shares:
     wants_graph = False  # of a loss that is computed without one
     tensors: Sequence[Tensor] = ()  # the numbers that `check` looks at
     measure: Measure | None = None
+    is_elementwise = False  # whether the loss is one of torch's own that compares each entry with its target
 
     def __init__(self, count: int, share: float) -> None:
         self._shares = [share] * count
@@ -210,6 +207,7 @@ class BatchShares(Shares):
     def __init__(self, weighing: Weighing, batch: Batch, replicas: OtherReplicas, training: bool) -> None:
         super().__init__(len(batch.args), 1.0)
         self._weighing, self._batch, self._replicas = weighing, batch, replicas
+        self.is_elementwise = weighing.is_elementwise
         self._late = weighing.when == "during" and replicas.replicas > 1
         self._settled = False
         self._empty: set[int] = set()  # microbatches that weigh nothing, while nothing is known of others

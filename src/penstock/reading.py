@@ -39,6 +39,8 @@ def open_plain(path: str | PathLike[str], flags: int = os.O_RDONLY) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
             raise FileError(path, "it is a symlink, which is not followed; remove it") from None
+        if error.errno == errno.ENXIO:  # a FIFO that nobody reads, or a socket
+            raise FileError(path, "it is not a plain file; remove it") from None
         raise
     status, wrong = os.fstat(descriptor), ""
     if not stat.S_ISREG(status.st_mode):

@@ -62,6 +62,7 @@ class Replicas(Replication):
         self._shards = shards
         self._loss_parallel = loss_parallel
         self._checks = ReplicaChecks(executor, reducer, () if sharder is None else sharder.managed, link, shards)
+        self.is_alone = False
         self._weighing = weighing
         self._weighs = False
         self._total: tuple[list[Tensor], Any] | None = None

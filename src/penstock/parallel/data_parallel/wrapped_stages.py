@@ -65,6 +65,8 @@ class WrappedStages(UserParallel):
     `pipeline`: the processes that have the stages of this pipeline.
     """
 
+    is_alone = False
+
     def __init__(self, modules: Mapping[int, nn.Module], pipeline: Collection[int]) -> None:
         self._wrappers: dict[int, list[_Sharded | _Ddp]] = {}
         for stage, module in modules.items():
@@ -83,7 +85,6 @@ class WrappedStages(UserParallel):
 
     @contextmanager
     def step(self, program: Schedule, training: bool) -> Iterator[Self]:
-        self._count = program.microbatches
         wrappers = [each for stage in self._wrappers.values() for each in stage]
         for each in wrappers:
             each.begin(training)

@@ -17,6 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from penstock import writing
 from penstock.errors import Fault, NotationError, ScheduleError, UsageError
 from penstock.schedule.action import Action, Op, parse
 from penstock.schedule.files.drawing import IDLE, cells_of
@@ -82,7 +83,7 @@ def save(schedule: Schedule, path: str | PathLike[str]) -> None:
     """Write `.csv` or `.json`."""
     path = Path(path)
     text = {".csv": to_csv, ".json": to_json}[file_kind(path)](schedule)
-    path.write_text(text, encoding="utf-8", newline="")
+    writing.save(path, text)
 
 
 def load(path: str | PathLike[str], facts: dict[str, Any], check: bool = True) -> Schedule:

@@ -12,9 +12,9 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
+from penstock import writing
 from penstock.errors import Fault, NotationError, ScheduleError
 from penstock.rules import is_index
 from penstock.schedule.action import Action, parse
@@ -37,7 +37,7 @@ SHOWN = 20  # faults of a file: a wrong one is wrong in every line
 
 def save(timeline: Timeline, path: str | PathLike[str]) -> None:
     """Write a `.json` file."""
-    Path(path).write_text(to_json(timeline), encoding="utf-8")
+    writing.save(path, to_json(timeline))
 
 
 def load(path: str | PathLike[str]) -> Timeline:

@@ -21,9 +21,9 @@ from penstock.devices import accelerator
 from penstock.errors import UsageError
 from penstock.model.balance.measure import measure
 from penstock.model.balance.partition import counts_of, partition
-from penstock.model.counted_runs import DRY, run_as
 from penstock.model.declared_skips import use_skips
 from penstock.model.random_states import random_state, restore_random
+from penstock.model.run_kind import DRY, run_as
 from penstock.rules import is_count
 
 __all__ = ["balance_by_size", "balance_by_time"]

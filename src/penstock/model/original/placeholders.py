@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from penstock.errors import ModelError
-from penstock.model.counted_runs import EVERYWHERE, run_kind
+from penstock.model.run_kind import EVERYWHERE, run_kind
 
 _LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous})
 _METHODS = (

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock.errors import RunError
 from penstock.model.part import OUTPUT
 from penstock.runtime.backward.deferred_weights import DeferredWeights
-from penstock.runtime.state.memory import LINE, copy_like, is_dense, storage_of, with_copies
+from penstock.runtime.state.memory_layout import LINE, copy_like, is_dense, storage_of, with_copies
 from penstock.runtime.state.ownership import ONE_HOLDER, holders, use_count
 
 _ENGINE = torch.autograd.Variable._execution_engine

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.rowed import cut_rowed, is_rowed, rows_of_rowed
-from penstock.runtime.state.object_tensors import hides_tensors, is_array
+from penstock.runtime.state.hidden_tensors import hides_tensors, is_array
 
 Dims = Mapping[str | int, Any]
 

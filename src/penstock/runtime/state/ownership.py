@@ -34,8 +34,8 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, RunError
 from penstock.model.part import StagePart
-from penstock.runtime.state.memory import is_plain, more_than_numbers, same_bits, storage_of, with_copies
-from penstock.runtime.state.object_tensors import tensors_in
+from penstock.runtime.state.hidden_tensors import tensors_in
+from penstock.runtime.state.memory_layout import is_plain, more_than_numbers, same_bits, storage_of, with_copies
 
 Watched = list[tuple[Tensor, int]]  # tensors, and the versions that they had
 

@@ -15,7 +15,7 @@ import penstock
 from penstock import CutOptions
 from penstock.errors import ModelError
 from penstock.model.cut import cut_model
-from penstock.model.use_names import name_and_use
+from penstock.model.names import name_and_use
 
 
 class Again(nn.Module):

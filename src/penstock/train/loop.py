@@ -79,7 +79,6 @@ class Trainer:
                     self.save(while_best=not due)
         finally:
             recordings.close()
-        recordings.finish()
         if self._saved != self.step or not start:
             self.save()
         self.checkpointer.wait()

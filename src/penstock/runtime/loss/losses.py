@@ -63,9 +63,9 @@ class StepLosses:
         else:
             loss = self._loss_fn(output, target, **extra)
         if isinstance(loss, Tensor):
-            form = shares.read(microbatch, output, loss)
+            reading = shares.read(microbatch, output, loss)
             if self._check is not None:
-                self._check.saw(microbatch, output, loss, form)
+                self._check.saw(microbatch, output, loss, reading)
         return None if loss is None else check_loss(loss)
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import penstock
 from penstock.doctor.ranks import Place
 from penstock.errors import PeerFailure
+from penstock.parity_check.uncut import check_close
 from penstock.schedule import build
 
 WIDTH, ROWS, STEPS = 64, 8, 3
@@ -29,11 +30,8 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.wide, self.narrow = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 2 * WIDTH),
-            nn.Linear(2 * WIDTH, WIDTH),
-        )
+        self.norm, self.wide = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.narrow = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
@@ -65,7 +63,8 @@ def compare_with_plain_loop(place: Place, family: str) -> dict[str, Any]:
                     raise AssertionError(f"step {number + 1}: {name} has no gradient")
                 pairs.append((f"the gradient of {name}", parameter.grad, other.grad))
             for what, found, wanted in pairs:
-                worst = max(worst, _distance(f"step {number + 1}: {what}", found, wanted))
+                want, have = wanted.detach().cpu(), found.detach().cpu()
+                worst = max(worst, check_close(f"step {number + 1}: {what}", want, have, TOLERANCE))
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -172,12 +171,3 @@ def _batch(place: Place, microbatches: int, number: int) -> tuple[Tensor, Tensor
     generator = torch.Generator().manual_seed(number)
     x, y = (torch.randn(ROWS * microbatches, WIDTH, generator=generator, device="cpu") for _ in range(2))
     return x.to(place.device), y.to(place.device)
-
-
-def _distance(what: str, found: Tensor, wanted: Tensor) -> float:
-    """Return how far apart two tensors are, as a share of the largest entry; raise where that is too far."""
-    found, wanted = found.detach().double().cpu(), wanted.detach().double().cpu()
-    distance = ((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)).item()
-    if not distance <= TOLERANCE:
-        raise AssertionError(f"{what} differs from the plain loop's by {distance:.3g} of its largest entry")
-    return distance

@@ -16,7 +16,7 @@ import pytest
 import torch
 from bugs.small import WIDTH, batch
 from processes import on_processes
-from tiers import mostly_slow
+from tiers import by_turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transports import ON_PROCESSES
@@ -99,8 +99,12 @@ def plain_gradients(stages: list[nn.Module], microbatches: int, width: int = WID
     return trained(loop, own, width=width)
 
 
-@pytest.mark.parametrize("schedule", mostly_slow(TRAINING, "1f1b", "zb-h1", "zb-v"))
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    ("use", "schedule"),
+    by_turns(
+        USES, TRAINING, fast=[(use, ("1f1b", "zb-h1", "zb-v")[row % 3]) for row, use in enumerate(USES)], one_in=4
+    ),
+)
 def test_a_parameter_does_not_adopt_memory_that_others_read(use: str, schedule: str) -> None:
     # zb-h1, from the second step on: weight gradients 19 to 39 % off, because what is kept for W was added to
     torch.manual_seed(0)
@@ -317,8 +321,14 @@ BEFORE: dict[str, Callable[[Stage, Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", mostly_slow(["gpipe", "1f1b", "zb-h1", "zb-v"], "1f1b", "zb-v"))
-@pytest.mark.parametrize("kind", ["written", "view", "attribute", "list"])
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    by_turns(
+        ["written", "view", "attribute", "list"],
+        ["gpipe", "1f1b", "zb-h1", "zb-v"],
+        fast=[("written", "zb-v"), ("view", "1f1b"), ("attribute", "zb-v"), ("list", "1f1b")],
+    ),
+)
 def test_a_stage_may_use_the_memory_of_its_output_again(kind: str, schedule: str) -> None:
     # a late reader on threads: 41 to 79 % off
     torch.manual_seed(0)

@@ -206,7 +206,7 @@ def test_ranks_that_clip_differently(clips: list[float | None], later: bool) -> 
         )
 
 
-@pytest.mark.parametrize("ranks", tiers(3, 2))
+@pytest.mark.parametrize("ranks", tiers(2, 3))
 def test_calls_of_a_training_loop(ranks: int) -> None:
     usual = {"step()", "evaluate()", "clip_grad_norm_(1)", "save()"}
     check([case for case in table(ranks) if usual.issuperset(case)], ON_PROCESSES)

@@ -59,7 +59,7 @@ def test_the_listed_families_train_as_in_one_process(family: str, stages: int, s
 @pytest.mark.parametrize(
     ("family", "stages", "schedule"),
     [  # by turns
-        pytest.param(family, *cut, marks=slow_if((row + 4 * column) % 8 == 0))
+        pytest.param(family, *cut, marks=slow_if((row + 8 * column) % 16 == 0))
         for row, family in enumerate(sorted(set(EVERY) - set(LISTED)))
         for column, cut in enumerate(CUTS[1::2])
     ],

@@ -13,7 +13,7 @@ from penstock.rehearsal.training import ProcessTime, rehearse_training
 from penstock.runtime.state.phase import NOW
 from penstock.schedule import build
 
-SAMPLE, SOME, ALL = 40, 600, 10_000
+SAMPLE, SOME, ALL = 20, 200, 10_000
 
 
 @pytest.mark.parametrize("first", range(0, SAMPLE, 5))

@@ -50,7 +50,7 @@ def test_the_smallest_sizes_are_built_and_proved(name: str) -> None:
                 build_and_prove(name, ranks, microbatches, stages_per_rank)
 
 
-@pytest.mark.parametrize("stride", tiers(11, 1))
+@pytest.mark.parametrize("stride", tiers(23, 1))
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_size_is_built_and_proved(name: str, stride: int) -> None:

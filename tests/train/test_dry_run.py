@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import mostly_exhaustive
 from warm import warm_commands
 
 from penstock.train import dry_run
@@ -128,8 +129,7 @@ RUNS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", mostly_exhaustive(RUNS, "ema", "except_last", "zb-v"))
 def test_the_run_itself_reports_what_was_predicted(
     settings: list[str], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

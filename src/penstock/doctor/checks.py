@@ -20,9 +20,10 @@ from penstock.parity_check.uncut import check_close
 from penstock.schedule import build
 
 WIDTH, ROWS, STEPS = 64, 8, 3
-TOLERANCE = 1e-4  # of a tensor's largest entry: sums in another order, in 32 bits
+# Share of a tensor's largest entry: sums in another order, in 32 bits.
+TOLERANCE = 1e-4
 NAMED_WITHIN = 10.0  # seconds in which a dead rank is to be named
-TIMEOUT = 20.0  # of pipelines here
+TIMEOUT = 20.0  # Timeout of the pipelines here.
 
 
 class Block(nn.Module):

@@ -7,14 +7,17 @@ the end, so the cut comes first with what it found, and the schedule that was fo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ModelError
 from penstock.group.world import World
 from penstock.model.balance.profile import Weight
-from penstock.schedule import Layer, Schedule
+from penstock.schedule import Schedule
 from penstock.schedule.builders import is_auto
-from penstock.schedule.search.uneven.entry import FoundCut, search_stages
+from penstock.tool import tool
+
+if TYPE_CHECKING:
+    from penstock.schedule import FoundCut, Layer
 
 EFFORT = 300  # orders: the same answer on every rank
 
@@ -25,6 +28,7 @@ class SearchedCut:
     def __init__(self, count: int, ranks: int | None, speeds: Sequence[float] | None) -> None:
         self.count, self.ranks, self.speeds = count, ranks, speeds
         self.found: FoundCut | None = None
+        self._searching = tool("penstock.tools.search.uneven.entry", 'schedule="auto" with balance="time"')
 
     def cuts(self, stages: int, weights: Sequence[Weight], allowed: Sequence[int] | None) -> list[int]:
         """The first pieces of stages 1, 2, ...; a cut may be before the `allowed` ones."""
@@ -34,9 +38,9 @@ class SearchedCut:
                 f"the model can be cut into {len(starts)} stages at most, and stages={stages} were asked for"
             )
         ends = [*starts[1:], len(weights)]
-        layers = [_layer(weights[first:end]) for first, end in zip(starts, ends, strict=True)]
+        layers = [self._layer(weights[first:end]) for first, end in zip(starts, ends, strict=True)]
         ranks = stages if self.ranks is None else self.ranks
-        self.found = search_stages(stages, ranks, self.count, layers, self.speeds, EFFORT)
+        self.found = self._searching.search_stages(stages, ranks, self.count, layers, self.speeds, EFFORT)
         places, first = [], 0
         for count in self.found.counts[:-1]:
             first += count
@@ -49,11 +53,13 @@ class SearchedCut:
             return None
         return self.found.with_microbatches(count)
 
-
-def _layer(pieces: Sequence[Weight]) -> Layer:
-    """Pieces that stay together. The three parts of a step are taken to be alike: one time was measured for all."""
-    third = sum(piece.milliseconds for piece in pieces) / 3
-    return Layer(third, third, third, activation=float(sum(piece.activation_bytes for piece in pieces)))
+    def _layer(self, pieces: Sequence[Weight]) -> Layer:
+        """Pieces that stay together. The three parts of a step are taken to be alike: one time was measured for all."""
+        third = sum(piece.milliseconds for piece in pieces) / 3
+        layer: Layer = self._searching.Layer(
+            third, third, third, activation=float(sum(piece.activation_bytes for piece in pieces))
+        )
+        return layer
 
 
 def searched_cut(

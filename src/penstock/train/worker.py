@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from penstock.checkpoint.checkpointer import Checkpointer
-from penstock.checkpoint.disk.plain_files import create
 from penstock.checkpoint.generators import seed_generators
 from penstock.devices import backends
 from penstock.errors import ModelError, PenstockError, UsageError
@@ -52,6 +51,7 @@ from penstock.train.run.reporter import Reporter
 from penstock.train.run.run_folder import RunFolder
 from penstock.train.run_state import RunState
 from penstock.train.updates.nonfinite import NonFinite
+from penstock.writing import create
 
 CONNECT_SECONDS = 30.0  # for ranks that are all there to connect; more where pipeline.timeout is longer
 FINAL = 3  # exit code: starting again would end in the same way

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
 from penstock.schedule import FAMILIES, Costs, Schedule, build, simulate
-from penstock.schedule.timing.calibrate import costs_of, hops
+from penstock.tools.search.calibrate import costs_of, hops
 from penstock.view.figures import percent, time_text
 
 if TYPE_CHECKING:

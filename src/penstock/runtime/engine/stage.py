@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.devices import has_accelerator
 from penstock.errors import ModelError, RunError
 from penstock.model.part import OUTPUT, StagePart
 from penstock.optim.precision import Precision
@@ -28,7 +29,7 @@ from penstock.runtime.state.attributes import Attributes
 from penstock.runtime.state.batch_norm import Statistics, whole_norms
 from penstock.runtime.state.buffers import Buffers
 from penstock.runtime.state.ownership import GuardedPart, check_unwritten, versions
-from penstock.runtime.state.phase import NOW, Phase, enter_backward
+from penstock.runtime.state.phase import IN_TLS, NOW, Phase
 from penstock.runtime.state.randomness import StageRandomness
 from penstock.runtime.transport.handover import alias
 
@@ -225,10 +226,11 @@ class Stage:
 
     def _random_numbers(self, microbatch: int) -> Any:
         """Those of one forward: seeded at once, or a context to enter, where ranks share the generator."""
-        if self.randomness.seeds is None:
-            return self.randomness.forward(microbatch)
-        self.randomness.forward(self._seeds[microbatch])
-        return None
+        if self.randomness.own is not None:
+            for generator in self.randomness.own.generators:
+                generator.manual_seed(self._seeds[microbatch])
+            return None
+        return None if self.randomness.forward is None else self.randomness.forward(microbatch)
 
     def _inspect_graph(self, graph: SavedGraph, kind: str) -> None:
         """What a forward has recorded, before anything of it is dropped; for whoever wants to know."""
@@ -276,3 +278,10 @@ class Stage:
         if deferred is None:
             raise RunError(f"stage {self.part.index} has no postponed weight gradient of microbatch {microbatch}")
         self.fresh.run(deferred.run)
+
+
+def enter_backward(phase: Phase | None) -> None:
+    """Set this thread's compute, for the threads of autograd's that run its backward too."""
+    if has_accelerator():  # Otherwise a backward runs on this thread.
+        torch._C._stash_obj_in_tls(IN_TLS, phase)
+    NOW.own = phase

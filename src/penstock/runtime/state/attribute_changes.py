@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.model.replay.recording.undo import CONTAINERS, DEPTH
-from penstock.model.replay.tree import OWN
+from penstock.model.original.settings import CONTAINERS, DEPTH, OWN
 
 ABSENT = object()
 Key = tuple[int, str]  # the table of a module's attributes, and a name there

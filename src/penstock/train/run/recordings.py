@@ -12,7 +12,6 @@ import statistics
 from contextlib import ExitStack
 from typing import Any
 
-from penstock.checkpoint.disk.plain_files import write_whole
 from penstock.pipeline import Pipeline
 from penstock.reading import read_json
 from penstock.schedule import Timeline
@@ -21,6 +20,7 @@ from penstock.train.config.device import device_of
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.run_folder import RunFolder
 from penstock.view.recorded import Recorded, RecordedSteps, run_notes
+from penstock.writing import write_whole
 
 MOST = 15  # timelines that are in memory, the newest
 MOST_SPANS = 300_000  # in all of them; at least three are kept

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from penstock.model.replay.tree import OWN
+from penstock.model.original.settings import OWN
 from penstock.model.use_names import dotted_name
 
 PLAIN = (int, float, str, bytes, torch.Size, torch.dtype, torch.device)

@@ -26,7 +26,7 @@ NAMED_WITHIN = 10.0  # seconds in which a dead rank is to be named
 TIMEOUT = 20.0  # Timeout of the pipelines here.
 
 
-class Block(nn.Module):
+class ResidualLayer(nn.Module):
     """A layer of a residual network, small enough for every machine."""
 
     def __init__(self) -> None:
@@ -74,7 +74,9 @@ def compare_with_plain_loop(place: Place, family: str) -> dict[str, Any]:
 
 def compare_on_threads(place: Place, devices: int) -> dict[str, Any]:
     """Compare ranks that are threads, a device each, with the plain model, dropout and recomputing included."""
-    model = nn.Sequential(*[nn.Sequential(Block(), nn.Dropout(0.1)) for _ in range(2 * devices)]).to(place.device)
+    model = nn.Sequential(*[nn.Sequential(ResidualLayer(), nn.Dropout(0.1)) for _ in range(2 * devices)]).to(
+        place.device
+    )
     x, y = _batch(place, 2 * devices, 0)
     kind = place.device.type
     options = {} if kind == "cpu" else {"devices": [f"{kind}:{index}" for index in range(devices)]}
@@ -165,7 +167,7 @@ def _model(stages: int) -> nn.Sequential:
     """Return the same model on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        return nn.Sequential(*[Block() for _ in range(stages)])
+        return nn.Sequential(*[ResidualLayer() for _ in range(stages)])
 
 
 def _batch(place: Place, microbatches: int, number: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from accelerator.harness import attempt, on_device
-from tiers import in_tiers
+from tiers import by_turns
 
 from penstock.errors import PeerFailure
 
@@ -111,13 +111,10 @@ def check(found: dict[str, Any], op: str, how: str, who: int) -> None:
     assert found["closing"] < SOON
 
 
-CASES = [(op, how, who) for op in SCHEDULES for how in WORDS for who in (0, 1)]
-SELDOM = [each for each in CASES if each[1] == "stalls" and each[0] in ("B", "I")]  # which wait for the timeout
+FAST = [("F", "memory", 1), ("B", "dies", 0), ("W", "raises", 0)]
 
 
-@pytest.mark.parametrize(
-    ("op", "how", "who"), in_tiers(CASES, [("F", "memory", 1), ("B", "dies", 0), ("W", "raises", 0)], SELDOM)
-)
+@pytest.mark.parametrize(("op", "how", "who"), by_turns(SCHEDULES, WORDS, (0, 1), fast=FAST, one_in=3))
 def test_on_processes(op: str, how: str, who: int) -> None:
     outcomes = attempt(2, faulted, op, how, who, grouped=True, limit=90)
     assert [each.races for each in outcomes] == [[], []]
@@ -130,10 +127,12 @@ def test_on_processes(op: str, how: str, who: int) -> None:
             check(each.value, op, how, who)
 
 
-ON_THREADS = [each for each in CASES if each[1] != "dies"]
+ON_THREADS = [how for how in WORDS if how != "dies"]
 
 
-@pytest.mark.parametrize(("op", "how", "who"), in_tiers(ON_THREADS, [("I", "raises", 1)], SELDOM))
+@pytest.mark.parametrize(
+    ("op", "how", "who"), by_turns(SCHEDULES, ON_THREADS, (0, 1), fast=[("I", "raises", 1)], one_in=3)
+)
 def test_on_threads(op: str, how: str, who: int) -> None:
     outcome = on_device(faulted, op, how, who, limit=90)
     assert outcome.races == []

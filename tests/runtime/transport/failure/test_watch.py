@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from deadlines import SOON, TIMEOUT
-from tiers import mostly_exhaustive, mostly_slow
+from tiers import in_tiers, mostly_exhaustive, mostly_slow
 from transport_harness import Outcome, run, values
 from transports import ON_PROCESSES
 
@@ -61,17 +61,17 @@ def living(outcomes: list[Outcome], victim: int) -> list[Any]:
     return [outcome.get() for rank, outcome in enumerate(outcomes) if rank != victim]
 
 
+KILLED = [
+    (victim, f"{name}{store}")
+    for name in ON_PROCESSES
+    for victim, store in ((0, ""), (1, "-tcp"), (2, ""), (2, "-tcp"))
+]
+SLOW = [(1, "shared-tcp"), (2, "shared"), (0, "distributed")]
+
+
 @pytest.mark.parametrize(
     ("victim", "kind"),
-    mostly_slow(
-        [
-            (victim, f"{name}{store}")
-            for name in ON_PROCESSES
-            for victim, store in ((0, ""), (1, "-tcp"), (2, ""), (2, "-tcp"))
-        ],
-        (2, "distributed-tcp"),
-        (0, "shared"),
-    ),
+    in_tiers(KILLED, [(2, "distributed-tcp")], [each for each in KILLED if each not in SLOW]),
 )
 def test_a_rank_that_is_killed_is_named_by_all_others_at_once(victim: int, kind: str) -> None:
     outcomes = run(kind, loses_a_rank, ranks=3, timeout=TIMEOUT, victim=victim, how=signal.SIGKILL)
@@ -85,9 +85,10 @@ def test_a_rank_that_is_killed_is_named_by_all_others_at_once(victim: int, kind:
 
 @pytest.mark.parametrize(
     ("victim", "kind"),
-    mostly_slow(
+    in_tiers(
         [(victim, f"{name}{store}") for name in ON_PROCESSES for victim, store in ((2, "-tcp"), (1, ""))],
-        (2, "shared-tcp"),
+        [(2, "shared-tcp")],
+        [(1, "shared"), (2, "distributed-tcp")],
     ),
 )
 def test_a_rank_that_is_stopped_is_named_by_all_others_after_the_timeout(victim: int, kind: str) -> None:

@@ -27,7 +27,7 @@ def interrupted(where: str, goes_on: bool) -> dict[str, Any]:
     import penstock
     from penstock.errors import PeerFailure
 
-    # Python handles signals in the function that hears of waits, and drops what it raises there. A dict's method has none.
+    # Python handles signals in the function that hears of waits, and drops what it raises there: not in a builtin.
     pretend.native.observe({}.setdefault)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     presses = False

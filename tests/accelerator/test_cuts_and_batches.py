@@ -1,4 +1,4 @@
-"""Where things are computed and kept: measuring, captured graphs, half precision and batches are the devices' matter."""
+"""Where things are computed and kept: measuring, captured graphs, half precision and batches are for devices."""
 
 from __future__ import annotations
 

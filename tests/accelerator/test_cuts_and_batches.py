@@ -72,6 +72,7 @@ def captured() -> float:
         for home in ("cpu", pretend.device(0)):  # where the batch is makes no other graph
             pipe.zero_grad()
             pipe.step(x.to(home), target=x.to(home))
+        pipe.predict(torch.randn(8, 3, 8))  # needs a graph of its own, of a model that is on two devices now
         found = {key: each.grad.cpu() for key, each in pipe.named_parameters() if each.grad is not None}
     assert set(found) == set(wanted)
     return max(float((each - wanted[key].grad).abs().max()) for key, each in found.items())  # type: ignore[operator]
@@ -80,6 +81,43 @@ def captured() -> float:
 @pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_a_captured_graph_runs_on_several_devices(name: str) -> None:
     outcome = on_device(captured, name=name)
+    assert outcome.value < 1e-6
+    assert outcome.races == []
+
+
+def loss_by_way_of_a_stream() -> float:
+    """How far a loss is from the plain loop's, where the first rank computes on a stream of its own."""
+    import torch
+    from accelerator import hosts, pretend
+    from torch import nn
+
+    import penstock
+    from penstock.schedule import Op
+
+    model, x = layers(), torch.randn(8, 8)
+    wanted = float(nn.functional.mse_loss(model(x), x))
+    there = [pretend.device(0), pretend.device(1)]
+    pretend.defer(lag=0.001)
+
+    def handler(action: Any, context: Any) -> None:
+        if action.stage == 0:
+            own = torch.Stream(device=there[0])
+            own.wait_stream(torch.accelerator.current_stream(there[0]))
+            torch.accelerator.set_stream(own)
+        context.run(action)
+
+    with (
+        hosts.apart(),
+        penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=nn.MSELoss(), devices=there) as pipe,
+    ):
+        pipe.register(Op.F, handler)
+        return abs(float(pipe.evaluate(x, target=x).loss) - wanted)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
+def test_what_a_rank_hands_over_is_waited_for_on_every_kind_of_device(name: str) -> None:
+    """An event was recorded for CUDA's tensors only."""
+    outcome = on_device(loss_by_way_of_a_stream, name=name)
     assert outcome.value < 1e-6
     assert outcome.races == []
 

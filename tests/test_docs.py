@@ -138,6 +138,9 @@ DOCUMENTS = {
 
 
 LONG = {
+    "docs/explanations/security.md",
+    "docs/guides/lora.md",
+    "docs/guides/overlap.md",
     "docs/explanations/bubble.md",
     "docs/guides/integrations.md",
     "docs/guides/hugging-face.md",

@@ -92,9 +92,8 @@ def _imports(path: Path) -> Iterator[str]:
 
 @cache
 def room_of(name: str) -> str:
-    """The room of a module, by its dotted name below the package."""
-    (found,) = [room for room in ROOMS if f"{name}.".startswith(f"{room}.")]
-    return found
+    """Return the room of a module, the innermost one, by its dotted name below the package."""
+    return max((room for room in ROOMS if f"{name}.".startswith(f"{room}.")), key=len)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from accelerator.harness import NAMES, attempt, on_device, on_ranks
+from tiers import mostly_slow
 
 KERNEL = 0.3  # seconds
 
@@ -34,7 +35,7 @@ def run_ahead() -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_the_host_goes_on_until_it_reads(name: str) -> None:
     outcome = on_device(run_ahead, name=name)
     assert outcome.value["launched"] < outcome.value["waited"]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import typer
 from command import run
-from tiers import mostly_exhaustive
+from tiers import mostly_exhaustive, mostly_slow
 
 import penstock
 from penstock.checkpoint.disk.manifest import seal
@@ -139,7 +139,7 @@ def test_every_command_is_tried() -> None:
     assert names - {(name,) for name in NO_FILES} == tried
 
 
-@pytest.mark.parametrize("key", sorted(CODE_KEYS))
+@pytest.mark.parametrize("key", mostly_slow(sorted(CODE_KEYS), "model.source", "data.validation_source"))
 def test_looking_at_a_run_of_somebody_else_runs_nothing(key: str, folder: Path) -> None:
     document = planted(key)
     write_run(folder / "run", document)
@@ -150,7 +150,7 @@ def test_looking_at_a_run_of_somebody_else_runs_nothing(key: str, folder: Path) 
         assert result.exit_code in (0, 1, 2), (command, result.output)
 
 
-@pytest.mark.parametrize("key", sorted(CODE_KEYS))
+@pytest.mark.parametrize("key", mostly_slow(sorted(CODE_KEYS), "loss.function"))
 def test_a_checkpoint_of_somebody_else_runs_nothing(key: str, folder: Path, trained: Path) -> None:
     shutil.copytree(trained, folder / "run")
     replant(folder / "run", planted(key))

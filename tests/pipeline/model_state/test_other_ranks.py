@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import on_processes
+from tiers import mostly_slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -211,19 +212,9 @@ def one_way(way: str) -> dict[str, Any]:
     return found
 
 
-def all_ways() -> dict[str, dict[str, Any]]:
-    return {way: one_way(way) for way in ("position", "replay", "graph")}
-
-
-@pytest.fixture(scope="module")
-def told() -> list[dict[str, dict[str, Any]]]:
-    return on_processes(2, all_ways)
-
-
-@pytest.mark.parametrize("way", ["position", "replay", "graph"])
-def test_a_use_of_another_ranks_part_says_where_it_is_and_what_to_call(told: Any, way: str) -> None:
-    for rank, each in enumerate(told):
-        found = each[way]
+@pytest.mark.parametrize("way", mostly_slow(["position", "replay", "graph"], "position"))
+def test_a_use_of_another_ranks_part_says_where_it_is_and_what_to_call(way: str) -> None:
+    for rank, found in enumerate(on_processes(2, one_way, way)):
         for moment in ("refused", "refused again", "refused elsewhere")[: 3 if rank else 2]:
             assert found[moment].keys() == USES.keys(), moment
         assert found["changes"].keys() == CHANGES.keys()
@@ -354,6 +345,7 @@ def scenarios() -> dict[str, Any]:
     return {"kept": kept(), "loaded": loaded(), "let go": several(keep=False), "marked": several(keep=True)}
 
 
+@pytest.mark.slow
 def test_two_pipelines_of_one_model_never_train_apart() -> None:
     for rank, told in enumerate(on_processes(2, scenarios)):
         assert told["kept"] == (True, memory_of(layers()))

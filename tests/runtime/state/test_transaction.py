@@ -101,6 +101,7 @@ def ranks_apart() -> list[str]:
     return ["no error"]
 
 
+@pytest.mark.slow
 def test_on_processes() -> None:
     assert on_processes(2, on_ranks) == [[], []]
 

@@ -236,7 +236,7 @@ def test_the_bound_under_a_cap_is_reached_with_one_stage_a_rank(row: Sequence[fl
 numbers = st.floats(0.0, 10.0, allow_nan=False).map(lambda value: round(value, 3))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_family_beats_the_bound(data: st.DataObject) -> None:
     no_family_beats_the_bound(data, quick=True)
@@ -271,7 +271,7 @@ def no_family_beats_the_bound(data: st.DataObject, *, quick: bool) -> None:
 # never worse than what is known
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.integers(1, 5),
     st.integers(1, 11),

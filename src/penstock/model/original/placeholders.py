@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from penstock.errors import ModelError
-from penstock.model.counted_runs import EVERYWHERE, run_kind
+from penstock.model.run_kind import EVERYWHERE, run_kind
 
 _LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous})
 _METHODS = (
@@ -45,7 +45,8 @@ _ABOUT: frozenset[Any] = frozenset(  # what says something about a tensor, and n
     + [getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)]
     + [Tensor.requires_grad.__set__]  # type: ignore[attr-defined]
 )
-_GRADIENT: frozenset[Any] = frozenset({Tensor.grad.__get__, Tensor.grad.__set__})  # type: ignore[attr-defined]
+_GRAD: Any = Tensor.grad
+_GRADIENT: frozenset[Any] = frozenset({_GRAD.__get__, _GRAD.__set__})
 _CLIPPING = "torch.nn.utils.clip_grad"
 _bare: Any = torch._C.DisableTorchFunctionSubclass
 

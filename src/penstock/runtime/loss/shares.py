@@ -372,8 +372,8 @@ def _most_entries(output: Any) -> int:
 
 def _slack(number: Number) -> float:
     """Return how far apart rounding may bring equal numbers: a coarse one is rounded once, when it has been summed."""
-    is_rounded = isinstance(number, Tensor) and number.is_floating_point()
-    eps = torch.finfo(number.dtype if is_rounded else torch.float64).eps
+    kind = number.dtype if isinstance(number, Tensor) and number.is_floating_point() else torch.float64
+    eps = torch.finfo(kind).eps
     return 2 * eps if eps >= COARSE else 32 * eps
 
 

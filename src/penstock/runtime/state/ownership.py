@@ -34,8 +34,8 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, RunError
 from penstock.model.part import StagePart
-from penstock.runtime.state.memory import is_plain, more_than_numbers, same_bits, storage_of, with_copies
-from penstock.runtime.state.object_tensors import tensors_in
+from penstock.runtime.state.hidden_tensors import tensors_in
+from penstock.runtime.state.memory_layout import is_plain, more_than_numbers, same_bits, storage_of, with_copies
 
 Watched = list[tuple[Tensor, int]]  # tensors, and the versions that they had
 
@@ -194,13 +194,14 @@ class Received:
 
     Most stages do not, and a copy would be memory held until the backward. So a stage is handed copies in its first
     forward (one for training, one for inference), and their versions tell: if it writes, it gets copies ever after;
-    if not, the values themselves, and a write that comes later is an error.
+    if not, the values themselves, and a write that comes later is an error. A stage that calls `retain_grad()` on what
+    it is handed gets copies too: the values themselves are leaves here, whose gradients go back to the stage before.
     """
 
     def __init__(self, stage: int, what: str = "a value that it received") -> None:
         self._stage = stage
         self._what = what
-        self._writes: dict[bool, bool] = {}  # by whether gradients are on
+        self._writes: dict[bool, bool] = {}  # or retains gradients; by whether gradients are on
         self._parted = False  # the last copies do not overlap where the originals do
         self._originals: list[Any] = []  # of the copies of a first forward
 
@@ -229,7 +230,7 @@ class Received:
             if not written:
                 pairs = zip(watched, originals, strict=True)
                 written = [tensor for (tensor, _), original in pairs if not same_bits(tensor, original)]
-            self._writes[mode] = bool(written)
+            self._writes[mode] = bool(written) or any(tensor.retains_grad for tensor, _ in watched)
             if written:
                 self._check_together()
         elif written:

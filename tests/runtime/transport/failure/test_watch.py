@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from deadlines import SOON, TIMEOUT
-from tiers import in_tiers, mostly_exhaustive
+from tiers import in_tiers, mostly_exhaustive, mostly_slow
 from transport_harness import Outcome, run, values
 from transports import ON_PROCESSES
 

@@ -130,7 +130,7 @@ class DistributedTransport(Transport):
         self._links = Links(member, transfers, self._prefix, tag, self.device, seconds)
         self.watch.device_waiting, self.watch.abort_device = self._links.device_waiting, self._links.abort
         self.watch.is_closed = partial(_is_closed, member.backend, self._tag + CONTROL_TAG + 4)
-        weakref.finalize(self, self._links.forget)
+        self.watch.free_device = self._links.free
         self._book = Book()
         self._max_sends = max_sends
         self._exchanger = Exchange(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._transfers)
@@ -323,9 +323,10 @@ class DistributedTransport(Transport):
         self.flush()
 
     def close(self) -> None:
+        self._links.settle()
         self.watch.close()
         self._opened.clear()
-        self._links.close()
+        self._links.free()
         self._book.clear()
         self.ends = ChannelEnds((), self.rank)
 

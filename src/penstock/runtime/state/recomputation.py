@@ -1,26 +1,30 @@
-"""The plain attributes of a stage whose forward runs a second time: counters, memories, caches.
+"""What a forward that runs a second time sees: the buffers and plain attributes of its stage as they were.
 
-As with buffers, a recomputed forward must see what the microbatch's first forward saw, and leave no trace. So each
-module's attributes are looked at before and behind a forward that will run again; those that any forward has changed
-are exchanged around the recomputation for what they were, and put back. Only those: what anything but a forward sets
-in between, such as weights that were gathered, is not undone.
+A recomputed forward must neither count twice nor read what later microbatches have written. So the stage's state is
+looked at before and after a forward that will run again, and exchanged around the recomputation for what it was:
 
-Numbers, text and objects go by identity. Lists, dicts, sets, deques and tensors also change in place: of these, copies
-are made, and the recomputation gets a copy too, so that what others hold stays as it is. Where nothing has changed, a
-snapshot costs a comparison of pointers, and all microbatches share what was captured.
+    a buffer       always for a copy of what it was. (Copies, and not a restore afterwards: the graph may have saved a
+                   buffer, and writing to it would make the backward impossible.)
+    an attribute   where a forward has changed it. What anything but a forward sets in between, such as weights that
+                   were gathered, is not undone. Numbers, text and objects go by identity; lists, dicts, sets, deques
+                   and tensors also change in place, and are copied.
+
+Most state never changes, so one snapshot serves all microbatches for as long as versions stand still; and a large
+tensor that the first forward left alone, such as a mask, is not copied at all, but has to stay as it is. Versions are
+not enough: batch norm writes its statistics past them, so a first forward is also compared by value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import RunError
-from penstock.runtime.state.attribute_changes import (
+from penstock.runtime.state.attribute_snapshots import (
     ABSENT,
     AttributeSnapshots,
     ContainerSnapshot,
@@ -28,12 +32,12 @@ from penstock.runtime.state.attribute_changes import (
     Key,
     ModuleSnapshot,
     Restorable,
-    exchanged,
     is_trained,
 )
-from penstock.runtime.state.buffers import SMALL_BYTES
-from penstock.runtime.state.memory import copy_like
+from penstock.runtime.state.memory_layout import copy_like
 from penstock.runtime.state.ownership import version_of
+
+SMALL_BYTES = 64 * 1024  # up to here a copy is kept, whether or not the tensor is known to change
 
 
 class _TensorSnapshot(Restorable):
@@ -56,52 +60,74 @@ class _TensorSnapshot(Restorable):
 Snapshots = Mapping[int, ModuleSnapshot]  # by table
 
 
-class Attributes(AttributeSnapshots):
-    """All plain attributes of a stage's modules."""
+class RecomputedState(AttributeSnapshots):
+    """The buffers of a stage, and all plain attributes of its modules."""
 
     def __init__(self, stage: int, module: nn.Module) -> None:
         super().__init__()
         self._stage = stage
         self._module = module
-        self._moving: dict[Key, dict[str, Any]] = {}  # the tables of those that forwards change
-        self._written: dict[Key, bool] = {}  # whether the tensors there are written to in place, once a forward told
+        self._moving: dict[Key, dict[str, Any]] = {}  # the tables of those attributes that forwards change
+        self._written: dict[
+            Key, bool
+        ] = {}  # whether a tensor there is written to in place, once a forward has shown it
         self._unproven: list[tuple[Key, _TensorSnapshot]] = []
         self._copying = True
         self.in_use = False  # whether any forward of this stage is watched: where nothing is recomputed, none is
 
+    def _holders(self) -> dict[int, nn.Module]:
+        """Return the modules with buffers of the stage's own, by their tables; copies of a module share one."""
+        own = getattr(self._module, "own_modules", self._module.modules)
+        return {id(holder._buffers): holder for holder in own()}
+
     def before(self) -> Snapshots:
-        """Ahead of a forward that will run again: what the attributes are."""
+        """Look at the state ahead of a forward that will run again."""
         running = getattr(self._module, "running_modules", self._module.modules)
         self._unproven, self._copying, self.in_use = [], True, True
         tables = {id(vars(module)): vars(module) for module in running()}
+        for number, holder in self._holders().items():
+            if isinstance(holder._buffers, dict):  # A scripted module makes its table anew each time that it is asked.
+                tables[number] = holder._buffers
         return self.take(tables)
 
     def after(self, was: Snapshots) -> None:
-        """Behind it: which of them it changed."""
+        """Look at it again, after that forward: what has it changed?"""
         for key, then in self._unproven:
             self._written[key] = self._written.get(key, False) or not then.is_as_it_was()
         for key, then in self._unproven:
             if not self._written[key] and not _is_small(then.tensor):
                 then.copy = None
         self._unproven, self._copying = [], False
-        now = self.take({number: module.table for number, module in was.items()})
+        now, holders = self.take({number: module.table for number, module in was.items()}), self._holders()
         for number, module in was.items():
-            if now[number] is not module:
+            if now[number] is not module and number not in holders:
                 old, new = module.captured, now[number].captured
                 for name in {*old, *new}:
                     if old.get(name, ABSENT) is not new.get(name, ABSENT):
                         self._moving[number, name] = module.table
 
-    def as_they_were(self, was: Snapshots) -> AbstractContextManager[None]:
-        """A context in which the stage's modules have the attributes of that time."""
+    @contextmanager
+    def as_it_was(self, was: Snapshots) -> Iterator[None]:
+        """Let the stage's modules have the state of that time inside the `with` block."""
         made: dict[int, Any] = {}
-        exchange = []
+        exchange: list[tuple[Any, str, Any, Any]] = []  # table, name, value now, value inside
         for key, table in self._moving.items():
             number, name = key
             if number in was:
                 now, then = table.get(name, ABSENT), was[number].captured.get(name, ABSENT)
                 exchange.append((table, name, now, self._recreate(key, then, made)))
-        return exchanged(exchange)
+        for number, holder in self._holders().items():
+            captured = was[number].captured if number in was else {}
+            for name, buffer in holder._buffers.items():
+                if buffer is not None:
+                    exchange.append((holder._buffers, name, buffer, self._copy_buffer(holder, name, buffer, captured)))
+        try:
+            for table, name, _, inside in exchange:
+                _put(table, name, inside)
+            yield
+        finally:
+            for table, name, now, _ in exchange:
+                _put(table, name, now)
 
     def _capture_tensor(self, key: Key, tensor: Tensor, before: Any) -> Any:
         if is_trained(tensor):
@@ -151,6 +177,26 @@ class Attributes(AttributeSnapshots):
                 f"microbatch and its recomputation, {what}; use recompute='never', or make it a buffer"
             )
         return copy_like(captured.copy)
+
+    def _copy_buffer(self, holder: nn.Module, name: str, buffer: Tensor, captured: Mapping[str, Any]) -> Tensor:
+        """Return a copy of a buffer as it was; of one that the forward itself has made, as it is."""
+        then = captured.get(name)
+        if not isinstance(then, _TensorSnapshot):
+            return copy_like(buffer.detach())
+        if then.copy is None and version_of(then.tensor) != then.version:
+            raise RunError(
+                f"stage {self._stage}: buffer {name} of {type(holder).__name__} has changed between the forward of a "
+                f"microbatch and its recomputation, and not in the stage's first forward, so no copy was kept; use "
+                f"recompute='never'"
+            )
+        return copy_like((then.tensor if then.copy is None else then.copy).detach())
+
+
+def _put(table: Any, name: str, value: Any) -> None:
+    if value is ABSENT:
+        table.pop(name, None)
+    else:
+        table[name] = value
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -59,6 +59,7 @@ docs: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/words.py
 	$(BIN)/mypy
 
 format: $(READY)

@@ -36,5 +36,5 @@ def test_the_workflow_runs_the_check_and_commits_run_the_linters() -> None:
     assert "make test-fast test-slow" in (ROOT / ".ci/run").read_text(encoding="utf-8")
     hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
     lint = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nlint:")[2].partition("\n\n")[0]
-    for command in re.findall(r"\$\(BIN\)/(\w+(?: check| format)?)", lint):
+    for command in re.findall(r"\$\(BIN\)/(\w+(?: check| format| tests/\w+\.py)?)", lint):
         assert f"entry: .venv/bin/{command}" in hooks, command

@@ -138,7 +138,7 @@ DIRECT = {
     "train/run/baseline.py": "what the process that started this one writes to it",
     "train/run/progress.py": "/proc",
     "view/document.py": "pages of ours",
-    "checkpoint/disk/plain_files.py": "makes files",
+    "writing.py": "makes files",
     "train/launch/launch.py": "appends, to what open_plain has opened",
     "files/pretrained.py": "what open_plain has opened",
     "train/data/records.py": "what open_plain has opened, line by line",

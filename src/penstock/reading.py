@@ -18,7 +18,8 @@ from typing import Any
 
 from penstock.errors import FileError
 
-MOST_BYTES = 16 * 2**20  # of a file that is read whole, unless its reader states another number
+# The most of a file that is read whole, unless its reader states another number.
+MOST_BYTES = 16 * 2**20
 MOST_SETTINGS = 2**28  # bytes of a tokenizer, or of what else lies beside weights
 MOST_TOML = 2**20  # bytes; configurations have a few thousand
 DEEPEST = 128  # lists and objects within each other
@@ -38,6 +39,8 @@ def open_plain(path: str | PathLike[str], flags: int = os.O_RDONLY) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
             raise FileError(path, "it is a symlink, which is not followed; remove it") from None
+        if error.errno == errno.ENXIO:  # a FIFO that nobody reads, or a socket
+            raise FileError(path, "it is not a plain file; remove it") from None
         raise
     status, wrong = os.fstat(descriptor), ""
     if not stat.S_ISREG(status.st_mode):
@@ -118,7 +121,7 @@ def check_folder(folder: str | PathLike[str]) -> None:
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         try:
             status = entry.stat()
-        except FileNotFoundError:  # of a link that leads nowhere
+        except FileNotFoundError:  # The link leads nowhere.
             continue
         if not stat.S_ISDIR(status.st_mode):
             if not stat.S_ISREG(status.st_mode):

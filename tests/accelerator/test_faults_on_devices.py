@@ -10,7 +10,8 @@ from tiers import by_turns
 
 from penstock.errors import PeerFailure
 
-TIMEOUT, LONG = 4.0, 30.0  # of a step in which a rank stalls or dies, and of any other, on a machine with much to do
+TIMEOUT, LONG = 4.0, 60.0  # of a step in which a rank stalls, and of any other
+SOON = 20.0  # seconds for all else, on a machine with much to do: a dead rank is named long before the timeout
 STEPS = 3  # of which the second one fails
 SCHEDULES = {"F": "1f1b", "B": "1f1b", "I": "zb-h1", "W": "zb-h1"}  # by operation: a schedule that has it
 RECOVERS = ("raises", "memory")  # after these, the pipeline goes on
@@ -56,7 +57,7 @@ def faulted(op: str, how: str, who: int) -> dict[str, Any]:
         (nn.functional.mse_loss(alone(one), other) / 4).backward()
     wanted = {name: each.grad for name, each in alone.named_parameters()}
     pretend.defer(lag=0.001)
-    timeout = LONG if how in RECOVERS else TIMEOUT  # A survivor whose device waits names a dead rank only then.
+    timeout = TIMEOUT if how == "stalls" else LONG
     pipe = penstock.Pipeline(
         model,
         stages=2,
@@ -106,8 +107,8 @@ def check(found: dict[str, Any], op: str, how: str, who: int) -> None:
         assert f"action {who}{op}3" in found["errors"][1]
         assert found["errors"][2] == ""
         assert found["exact"]
-    assert found["seconds"][1] < LONG
-    assert found["closing"] < LONG
+    assert found["seconds"][1] < SOON
+    assert found["closing"] < SOON
 
 
 FAST = [("F", "memory", 1), ("B", "dies", 0), ("W", "raises", 0)]

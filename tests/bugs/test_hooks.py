@@ -143,3 +143,35 @@ def test_a_hook_on_a_parameter_that_each_forward_registers_is_refused() -> None:
     pipe = penstock.Pipeline([Registers(WIDTH, WIDTH).double()], microbatches=MICROBATCHES, loss_fn=F.mse_loss)
     with pipe, pytest.raises(penstock.errors.PeerFailure, match="stage 0 registers a hook on its parameter weight in"):
         pipe.step(x, target=y)
+
+
+class Retaining(nn.Module):
+    """Keeps the gradient of what arrives, as `retain_grad()` does for a tensor that is no leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        self.arrived: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.retain_grad()
+            self.arrived = [*self.arrived, x]
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_stage_may_retain_the_gradient_of_what_it_receives(schedule: str) -> None:
+    """It was None from the second microbatch on: a stage's input is a leaf, of which torch retains nothing more."""
+    x, y = batch()
+    first, last = nn.Linear(WIDTH, WIDTH).double(), Retaining()
+    with penstock.Pipeline([first, last], microbatches=MICROBATCHES, schedule=schedule, loss_fn=F.mse_loss) as pipe:
+        for _ in range(2):
+            last.arrived = []
+            pipe.step(x, target=y)
+            found = [each.grad for each in last.arrived]
+    for given, wanted, gradient in zip(x.split(2), y.split(2), found, strict=True):
+        hidden = first(given)
+        hidden.retain_grad()
+        (F.mse_loss(last.linear(hidden), wanted) / MICROBATCHES).backward()
+        assert torch.equal(gradient, hidden.grad)

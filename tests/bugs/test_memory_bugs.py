@@ -625,7 +625,7 @@ def test_a_parameter_of_two_threads_adopts_nothing_either(schedule: str) -> None
 
 def test_the_common_case_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.runtime.backward import saved_graph
-    from penstock.runtime.state import memory, ownership
+    from penstock.runtime.state import memory_layout, ownership
 
     torch.manual_seed(0)
     stages: list[nn.Module] = [
@@ -639,7 +639,7 @@ def test_the_common_case_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     pipe.zero_grad()
     copied: list[Tensor] = []
     monkeypatch.setattr(saved_graph, "copy_like", lambda tensor: copied.append(tensor) or tensor.clone())
-    monkeypatch.setattr(memory, "copies", lambda tensors: pytest.fail(f"{len(tensors)} tensors were copied"))
+    monkeypatch.setattr(memory_layout, "copies", lambda tensors: pytest.fail(f"{len(tensors)} tensors were copied"))
     monkeypatch.setattr(ownership, "_tensors_of", lambda module: pytest.fail("the stage's tensors were looked for"))
     pipe.step(x)
     assert not copied

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from penstock.runtime.batch.fingerprint import FingerprintedBatch, Key, fingerpr
 from penstock.runtime.batch.lengths import LengthPlan, PlanSplitter, merge_by_plan
 from penstock.runtime.batch.microbatch import Batch, Microbatches, check_is_data, check_labels, count_for, split_batch
 from penstock.runtime.batch.outputs import merge
-from penstock.runtime.engine.report import StepReport, StepResult, result_of
+from penstock.runtime.engine.report import StepReport, StepResult, replica_report, result_of
 from penstock.runtime.engine.step_input import Refused, StepInput
 from penstock.runtime.loss.check import LossCheck
 from penstock.runtime.loss.loss_options import LossOptions
@@ -146,7 +147,8 @@ class Batches:
         deployment, training = self.deployment, call.training
         ranks, replicas = deployment.ranks, deployment.replication
         if training:
-            replicas.ready()  # before anything else can raise: the other copies may wait for its answer
+            if not replicas.is_alone:
+                replicas.ready()  # before anything else can raise: the other copies may wait for its answer
             if deployment.counter.is_apart:
                 raise RunError(APART)
         if self.state.without_values:
@@ -156,13 +158,13 @@ class Batches:
             self._check_trains()
         batch = self._carried(call, count) if self.options.inputs == "first" else self._checked(call, count)
         batches = {rank: self._on_device(batch, rank) for rank in ranks.executors}
-        check = None
+        begin_check = None
         if ranks.last is None or call.reduce is not None:
             shares = Shares(count, 1.0 / count)
         else:
             shares = weighed = BatchShares(self.weighing, batch, replicas, training)
             if training or batch.has_target or self.loss_fn is None:
-                check = self.check.begin(batches[ranks.last.rank], weighed, training)
+                begin_check = partial(self.check.begin, batches[ranks.last.rank], weighed, training)
         fingerprinted = self._fingerprint(call)
         recomputed = {"never": 0, "except_last": count - 1, "always": count}[self._recompute] if training else 0
         scaler = self.state.scaler if training else None
@@ -176,7 +178,7 @@ class Batches:
                 training=training,
                 batch_dims=self.dims,
                 scale=1.0 if scaler is None else scaler.loss_scale(),
-                check=check,
+                begin_check=begin_check,
                 recompute=frozenset(range(recomputed)),
                 recompute_stages=deployment.programs.schedule.recompute if training else frozenset(),
                 replicas=replicas.replicas,
@@ -310,12 +312,13 @@ class Batches:
 
     # -- and back
 
-    def result(self, call: Call, reports: Sequence[StepReport]) -> StepResult:
-        """What the user gets, from the reports of all ranks."""
+    def result(self, call: Call, reports: Sequence[StepReport], count: int) -> StepResult:
+        """Return what the user gets, from the reports of all ranks on so many microbatches."""
         self._compared.add(call.training)
         last = self.deployment.ranks.last
         output = None if last is None else last.computations.output()
-        return result_of(reports, self.deployment.replication.replica_reports, output)
+        replicas = self.deployment.replication.replica_reports or [replica_report(reports, count)]
+        return result_of(reports, replicas, output)
 
     def _merged(self, outputs: Sequence[Any]) -> Any:
         """The outputs of all microbatches as one."""

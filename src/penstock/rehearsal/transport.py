@@ -95,7 +95,7 @@ class RehearsalOutgoing(Outgoing):
         self._put(Message(self._transfers.exchanges, self.count, microbatch, None, failure))
 
     def _put(self, message: Message) -> None:
-        parcel: Any = self._stamp(self._number, message)  # in the place of a tensor
+        parcel: Any = self._stamp(self._number, message)  # A parcel stands in the place of a tensor.
         self._transfers.send(parcel, self._connection, self._number, self.channel, message.microbatch)
 
 

@@ -60,6 +60,8 @@ CHANNELS = 0x1FFF  # at most, in one program
 FIRST_TAG = 0x4000_0000  # far from what users choose; then 5 bits of transport, 13 of channel, 12 within the channel
 CONTROL_TAG = CHANNELS * SUBTAGS  # after the last channel: the exchange, and cutting
 
+_PROBE = torch.zeros(1, dtype=torch.uint8, device="cpu")
+
 # Of transports that are gone: gloo reads no further from a peer where the memory of a receive that it has is gone.
 _abandoned: list[list[tuple[torch.Tensor, Any]]] = []
 
@@ -127,6 +129,7 @@ class DistributedTransport(Transport):
         tag = self._tag + CONTROL_TAG + 3
         self._links = Links(member, transfers, self._prefix, tag, self.device, seconds)
         self.watch.device_waiting, self.watch.abort_device = self._links.device_waiting, self._links.abort
+        self.watch.is_closed = partial(_is_closed, member.backend, self._tag + CONTROL_TAG + 4)
         weakref.finalize(self, self._links.forget)
         self._book = Book()
         self._max_sends = max_sends
@@ -336,6 +339,15 @@ def _traffic(
         return {}, None
     awaited = None if waiting is None or waiting.edge is None else found.ends.awaited(waiting.edge, waiting.microbatch)
     return {index: end.count for index, end in found.ends.outgoing.items() if end.count}, awaited
+
+
+def _is_closed(backend: Any, tag: int, peer: int) -> bool:
+    """Whether the connection to a rank is: gloo refuses a send there. One that is not refused, nobody receives."""
+    try:
+        backend.send([_PROBE], peer, tag)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _close_connections(backend: Any, seconds: Mapping[int, PeerConnection], tag: int, peer: int) -> None:

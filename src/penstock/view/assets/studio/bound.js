@@ -1,4 +1,4 @@
-// A time that no schedule of a placement can beat, for stages that are alike: penstock/schedule/timing/bounds.py and
+// A time that no schedule of a placement can beat, for stages that are alike: penstock/tools/search/bounds/lower_bound.py and
 // heads_and_tails.py explain why. Costs are of one stage, `activation` is what one holds, and `cap` is of each rank.
 
 const FEW = 8000, MANY = 40000, FEW_STAGES = 6, ROUNDING = 1e-9;

@@ -86,6 +86,7 @@ class Watch:
         self.device_waiting: Callable[[], Waiting | None] = lambda: None
         self.is_closed: Callable[[int], bool] = lambda peer: False  # whether the connection to that rank is
         self.abort_device: Callable[[], None] = lambda: None  # ends that wait
+        self.free_device: Callable[[], None] = lambda: None  # ends the connections of the device
         # how the ranks talk to each other
         self._rank, self._ranks, self._timeout = rank, ranks, timeout
         self._beat = min(BEAT_SECONDS, timeout / 10)
@@ -107,6 +108,7 @@ class Watch:
         self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
         self._wake: Event | Bell = bell or clock.event()
         self._stopping = ranks == 1  # nobody to watch
+        self._stop_by = math.inf  # when to leave what the device of a dropped transport still waits for
         self._thread = clock.worker(self._watch, f"penstock-watch-{rank}")
         if not self._stopping:
             self._thread.start()
@@ -169,9 +171,15 @@ class Watch:
             self.news.clear()
 
     def stop(self) -> None:
-        """Tell the threads to end, and do not wait for them: a finalizer runs on any thread, these two included."""
+        """Tell the threads to end, and do not wait for them: a finalizer runs on any thread, these two included.
+
+        A device may be far behind its host. What is under way on it, others wait for: it ends before the thread does.
+        """
+        self._stop_by = self.clock.now() + self._timeout
         self._stopping = True
         self._wake.set()
+        if not self._thread.is_alive():
+            self.free_device()
 
     def close(self) -> None:
         """End the threads."""
@@ -187,6 +195,8 @@ class Watch:
         try:
             self._run()
         finally:
+            if self._stopping:  # else the main thread uses it
+                self.free_device()
             if self._asker is not None:
                 self._asker.stop()
 
@@ -199,7 +209,7 @@ class Watch:
             if self.clock.now() - begin > self._timeout:
                 self._stood_until = self.clock.now()
                 self._stood_still = self._stood_until - begin
-            if self._stopping:
+            if self._stopping and (self.device_waiting() is None or self.clock.now() > self._stop_by):
                 return
             verdict = None
             if gone is None:
@@ -308,7 +318,7 @@ class Watch:
         A look leaves a few bytes behind on both ranks, so each comes after twice the wait of the one before.
         """
         waiting, (before, waited) = self.device_waiting(), self._probed
-        if waiting is None or waiting != before:
+        if waiting is None or waiting != before or self._stopping:  # the user may have destroyed a dropped group
             self._probed = waiting, 0.0
             return None
         now = self.clock.now() - waiting.since

@@ -123,6 +123,7 @@ def all_of_them() -> dict[tuple[str, str], Any]:
     return {(family, how): piped(family, how) for family in FAMILIES for how in RECOMPUTE}
 
 
+@pytest.mark.slow
 def test_hooks_fire_once_for_each_microbatch_on_processes() -> None:
     ranks = on_processes(2, all_of_them)
     for family in FAMILIES:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import mostly_slow
+from tiers import by_turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -54,7 +54,7 @@ def state(pipe: penstock.Pipeline) -> list[Any]:
     return [gradients, kept, torch.get_rng_state(), modes]
 
 
-@pytest.mark.parametrize("schedule", mostly_slow(TRAINING, "1f1b", "looped-bfs", "zb-v"))
+@pytest.mark.parametrize("schedule", by_turns(TRAINING, fast=["looped-bfs", "zb-v"]))
 def test_before_between_and_after_training_at_any_batch_size(schedule: str) -> None:
     pipe, undisturbed = pipeline(schedule), pipeline(schedule)
     x, y = torch.randn(6, 4), torch.randn(6, 4)

@@ -27,7 +27,7 @@ from penstock.train.generation.opening import open_writer
 from penstock.train.generation.sampling import Sampling
 from penstock.train.launch.stopping import INTERRUPTED, Stop
 from penstock.train.run.metrics import Metrics, read_metrics
-from penstock.train.run.progress import Pace, Progress, Reading, of_time
+from penstock.train.run.progress import Pace, Progress, StepFigures, of_time
 from penstock.train.run.run_folder import RunFolder
 from penstock.train.updates.nonfinite import NonFinite
 from penstock.train.updates.rate import rate_at
@@ -476,10 +476,10 @@ def test_metrics_are_json_lines_without_nan(tmp_path: Path) -> None:
 
 
 def test_without_a_terminal_progress_is_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    reading = Reading(2, 30, 1.5, 1e-3, 0.25, 1234.5, 5_000_000, 0.25, 65.0)
+    reading = StepFigures(2, 30, 1.5, 1e-3, 0.25, 1234.5, 5_000_000, 0.25, 65.0)
     progress = Progress(sys.stdout, 2)
     for step in range(1, 5):
-        progress.show(Reading(**{**reading.__dict__, "step": step}))
+        progress.show(StepFigures(**{**reading.__dict__, "step": step}))
     progress.close()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["2/30", "4/30"]

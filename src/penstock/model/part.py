@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.model.names import dotted_name
 from penstock.model.original.settings import AttributeChange, ModuleSettings
-from penstock.model.use_names import dotted_name
 
 OUTPUT = -1  # the consumer of the last stage's result: the loss, or the user
 WHOLE_MODEL = 2**32  # the stream of a model that is replayed: the same in all its stages

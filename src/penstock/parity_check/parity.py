@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.devices import to_device
+from penstock.devices import CPU, to_device
 from penstock.errors import ParityError, UsageError
 from penstock.model.cut import cut_model
 from penstock.model.cut_options import CutOptions
@@ -167,7 +167,7 @@ def _accumulate(
     pipe: Pipeline, split: StagedModel, batch: Batch, trace: TensorTrace, precision: Precision | None, loss_fn: Any
 ) -> None:
     generators = RankGenerators()
-    generators.draw_on(home_of(part.module for part in split.parts))
+    generators.draw_on(home_of(part.module for part in split.parts) or CPU)
     for part in split.parts:
         part.around = generators.unit_stream
     fresh = [FreshGradients(part.module) for part in split.parts]  # which autograd itself does not see to

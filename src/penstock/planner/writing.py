@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from penstock import writing
 from penstock.errors import UsageError
 from penstock.planner.fake_model import IN_MEMORY
 from penstock.planner.layout import MeshLayout
@@ -88,7 +89,7 @@ def write_plan(plan: Plan, path: Path) -> Path:
     plan.schedule.save(schedule)
     config = replace(config, prediction={"of": priced_settings(config), **plan.figures})
     title = f"# {plan.layout}, {plan.family}: {plan.seconds:.4g} s per step predicted, within {plan.error:.0%}\n"
-    path.write_text(title + "\n" + to_toml(config), encoding="utf-8")
+    writing.save(path, title + "\n" + to_toml(config))
     return schedule
 
 

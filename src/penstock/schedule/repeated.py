@@ -17,7 +17,7 @@ __all__ = ["repeated"]
 
 
 def repeated(schedule: Schedule, steps: int) -> Schedule:
-    """The schedule of that many steps, each rank running its row once per step; microbatches are counted on.
+    """Return the schedule of that many steps: each rank runs its row once per step, and microbatches are counted on.
 
     Args:
         schedule: The schedule or program of one step.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from penstock.schedule import Op, Timeline
@@ -27,10 +26,8 @@ MEANINGS = {
     Op.OVERLAP_B_F: "overlapped pair",
 }
 
-
-DARKER = (
-    0.05  # of the colour, for each further stage of a rank: more, and one op would look like another to some people
-)
+# Of the colour, for each further stage of a rank: more, and one op would look like another to some people.
+DARKER = 0.05
 SHADES = 4
 
 ROUNDED = 0.99995  # of a unit is written as a whole one
@@ -103,15 +100,6 @@ def counted(count: int, word: str) -> str:
     """`1 rank`, `2 microbatches`."""
     plural = f"{word}es" if word.endswith("ch") else f"{word}s"
     return f"{count:,} {word if count == 1 else plural}"
-
-
-def table(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
-    """Columns as wide as their widest cell; those in `left` are aligned to the left."""
-    columns = list(zip(*rows, strict=True))
-    for place, column in enumerate(columns):
-        width = max(map(len, column))
-        columns[place] = tuple(cell.ljust(width) if place in left else cell.rjust(width) for cell in column)
-    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
 
 def number(value: float) -> str:

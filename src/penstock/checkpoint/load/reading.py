@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.checkpoint.disk.manifest import Manifest, check_files, plain_name, read_index
 from penstock.errors import CheckpointError
-from penstock.files.tensors import TYPES
+from penstock.files.tensors import TYPES, open_tensors
 
 
 class Chunk(NamedTuple):
@@ -40,7 +40,7 @@ class SavedTensor(NamedTuple):
 
 
 def open_whole(path: Path) -> tuple[Manifest, CheckpointContents]:
-    """A checkpoint whose every byte was compared with its checksums; else an error that lists what is wrong."""
+    """Open a checkpoint and compare every byte with its checksums; raise an error that lists what is wrong."""
     return check_files(path), CheckpointContents(path)
 
 
@@ -65,7 +65,9 @@ class CheckpointContents:
             raise CheckpointError(f"{error.filename}, which the index names: {error.strerror}", path=path) from error
 
     def _check_sizes(self) -> None:
-        """No tensor is larger than the files that are to have it: memory is asked for by what the index says."""
+        """Check that no tensor is larger than the files that are to have it: the index decides how much memory is
+        taken.
+        """
         sizes = {name: os.stat(self.path / name).st_size for name in {name for name, _ in self._homes.values()}}
         for (key, _), (name, shape) in self._homes.items():
             need = math.prod(shape) * self._metadata[key].dtype.itemsize
@@ -74,13 +76,13 @@ class CheckpointContents:
         self.bytes = sum(sizes.values())
 
     def tensor(self, key: str) -> Tensor:
-        """One whole tensor, on the CPU."""
+        """Read one whole tensor, on the CPU."""
         found = self._of(key)
         goal = torch.empty(found.size, dtype=found.dtype, device="cpu")
         for chunk in found.chunks:
             name, sizes = self._homes[key, chunk.offsets]
             try:
-                with safe_open(self.path / name, framework="pt") as file:
+                with open_tensors(self.path / name) as file:
                     self._check_piece(file, name, key, sizes)
                     part = tuple(slice(begin, begin + size) for begin, size in zip(*chunk, strict=True))
                     goal[part].copy_(file.get_tensor(key))
@@ -89,7 +91,7 @@ class CheckpointContents:
         return goal
 
     def bytes_of(self, key: str) -> int:
-        """The bytes of one whole tensor."""
+        """Return the bytes of one whole tensor."""
         found = self._of(key)
         return math.prod(found.size) * found.dtype.itemsize
 
@@ -116,7 +118,7 @@ class CheckpointContents:
                 for item in plan.items:  # all are looked at before the first is copied
                     name, sizes = self._homes[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
                     if name not in files:
-                        files[name] = opened.enter_context(safe_open(self.path / name, framework="pt"))
+                        files[name] = opened.enter_context(open_tensors(self.path / name))
                     self._check_piece(files[name], name, item.storage_index.fqn, sizes)
                 for item in plan.items:
                     key = item.storage_index.fqn
@@ -167,7 +169,7 @@ def _metadata(saved: Mapping[str, Any]) -> SavedTensor:
 
 
 def _check_cover(found: SavedTensor) -> None:
-    """The pieces lie inside the tensor and are as many numbers as it has: else some would stay as memory had them."""
+    """Check that the pieces fill the tensor: the rest would stay as memory had it."""
     for chunk in found.chunks:
         ends = [begin + size for begin, size in zip(chunk.offsets, chunk.sizes, strict=True)]
         if len(ends) != len(found.size) or any(
@@ -181,7 +183,7 @@ def _check_cover(found: SavedTensor) -> None:
     for number, chunk in enumerate(ordered):
         for other in ordered[number + 1 :]:
             if not other.offsets or other.offsets[0] >= chunk.offsets[0] + chunk.sizes[0]:
-                break  # and so are all behind it
+                break  # All behind it start later.
             if _overlap(chunk, other):
                 raise ValueError(f"two pieces of a tensor of shape {tuple(found.size)} overlap")
 

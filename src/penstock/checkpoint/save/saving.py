@@ -24,13 +24,13 @@ from typing import Any
 from torch import Tensor
 
 from penstock.checkpoint.disk.manifest import INDEX, LONGEST, MANIFEST, seal
-from penstock.checkpoint.disk.plain_files import create
 from penstock.checkpoint.save.write_plan import WritePlan, file_of
 from penstock.errors import CheckpointError
 from penstock.files.tensors import Body, TensorEntry, streamed, sync_directory, write_file
 from penstock.group.agreement import in_words
 from penstock.messages.clock import CLOCK, Clock
 from penstock.reading import read_json, read_text
+from penstock.writing import create
 
 logger = logging.getLogger("penstock.checkpoint")
 BEAT = (0.002, 0.1)  # seconds between looks: the first, and the longest
@@ -54,10 +54,10 @@ class Saving:
     count: int
     plan: WritePlan
     plain: Mapping[str, Any]
-    document: Mapping[str, Any]  # of the manifest, but for its files
+    document: Mapping[str, Any]  # The manifest, but for its files.
     lost: Callable[[], Exception | None]
-    finished: Callable[[Path], None]  # on process 0, after the rename
-    clock: Clock = CLOCK  # by which the other processes are waited for
+    finished: Callable[[Path], None]  # Called on process 0, after the rename.
+    clock: Clock = CLOCK  # Times the waits for the other processes.
     body: Body | None = None
     _pieces: Callable[[], Iterable[memoryview]] = list
     _ended: BaseException | None = None  # why this process no longer wants it
@@ -124,7 +124,7 @@ class Saving:
     # -- process 0
 
     def _notes(self) -> list[dict[str, Any]]:
-        """Every process's note, once all are there."""
+        """Return every process's note, once all are there."""
         wanted = [self.temporary / f"note-{number:05d}.json" for number in range(self.count)]
 
         def missing() -> list[int]:
@@ -195,7 +195,7 @@ class Saving:
 
 
 def _progress(directory: Path) -> list[tuple[str, int]]:
-    """Names and sizes of the files so far, which change while anybody writes."""
+    """Return names and sizes of the files so far, which change while anybody writes."""
     found = []
     with suppress(FileNotFoundError):
         for entry in os.scandir(directory):

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock import writing
 from penstock.cli.output import guarded, write
 from penstock.cli.source import BatchSizes, Sizes, complete_source, is_file, naming, read, whole
 from penstock.errors import UsageError
@@ -46,14 +47,14 @@ def studio(sizes: BatchSizes, sources: Sources = None, out: Out = None, port: Po
     """
     page = studio_page(_begin(sources or [], sizes.ranks, sizes.microbatches))
     if out is not None:
-        out.write_text(page, encoding="utf-8")
+        writing.save(out, page)
         write(f"saved to {out}")
         return
     serve(page, port)
 
 
 def _begin(sources: list[str], ranks: int | None, microbatches: int | None) -> Shown:
-    """What the page shows first."""
+    """Return what the page shows first."""
     if len(sources) > SLOTS:
         raise UsageError(f"the studio shows two schedules side by side, not {len(sources)}; penstock view shows more")
     slots = [
@@ -124,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(self.server.body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the terminal shows the address."""
+        """Write nothing: the terminal shows the address."""
 
 
 def serve(page: str, port: int) -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from penstock.errors import UsageError
 from penstock.model.balance.partition import counts_between, partition
 from penstock.schedule.action import Op
-from penstock.schedule.timing.calibrate import occupied
+from penstock.schedule.timing.occupied import occupied
 from penstock.schedule.timing.timeline import Timeline
 
 NO_GAIN = 1e-6

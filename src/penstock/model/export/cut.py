@@ -17,10 +17,10 @@ from penstock.model.export.part import GraphPart, GraphPrograms, Program, all_te
 from penstock.model.export.proof import runs
 from penstock.model.export.stage_graphs import build_stages
 from penstock.model.lazy import is_lazy
+from penstock.model.names import dotted_name
 from penstock.model.part import first_names, hang
 from penstock.model.staged_model import StagedModel
 from penstock.model.transformers_models import default_inputs, origin_of
-from penstock.model.use_names import dotted_name
 
 
 def split_by_graph(

@@ -8,7 +8,7 @@ and dicts counts as well: they were copied, or read, when the model was cut.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import is_, itemgetter
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 AttributeChange = tuple[nn.Module, str]  # a module, and the name of an attribute that is another now, or gone
 
+OWN = frozenset(nn.Module().__dict__)  # what every module has
 BOXES = (list, tuple, set, frozenset, deque, dict, OrderedDict, defaultdict)
+CONTAINERS = frozenset({*BOXES, Counter} - {frozenset})  # what may change in place, or hold what may
 DEPTH = 4  # of boxes in boxes
 OBJECTS = 2  # of which so many may be objects: further down, nothing is a setting
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)

@@ -14,6 +14,7 @@ from penstock.model.balance.partition import bytes_across, counts_between
 from penstock.model.balance.profile import Weight, profile_calls
 from penstock.model.balance.request import Balancing, first_pieces, stage_count
 from penstock.model.lazy import is_lazy
+from penstock.model.names import name_and_use, similar_names
 from penstock.model.part import first_names
 from penstock.model.replay.modes import also_in_training
 from penstock.model.replay.part import ReplayPart
@@ -25,7 +26,6 @@ from penstock.model.replay.repeatability import check_repeatable
 from penstock.model.replay.shapes import Shapes, shapes_only
 from penstock.model.staged_model import StagedModel
 from penstock.model.transformers_models import default_inputs, origin_of
-from penstock.model.use_names import name_and_use, similar_names
 
 
 def split_by_replay(

@@ -142,7 +142,8 @@ class _Analysis:
     def form(self, root: Any) -> Form:
         """Return what losses with this graph consist of."""
         terms: list[tuple[Any, Term]] = []
-        is_complete, todo = True, [(root, ())]
+        todo: list[tuple[Any, Factors]] = [(root, ())]
+        is_complete = True
         while todo:
             node, factors = todo.pop()
             if id(node) not in self.places:

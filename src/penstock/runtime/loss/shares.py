@@ -122,12 +122,8 @@ class Weighing:
         elif (known := cross_entropy(loss_fn)) is not None:
             self._given, is_known = known, True
         self.is_checked = not options.per_microbatch and not is_known
-        self._elementwise = options == LossOptions() and is_elementwise(loss_fn)
-
-    def is_elementwise(self, output: Any, target: Any, extra: Mapping[str, Any]) -> bool:
-        """Whether this is one of torch's own losses that compares each entry with its target."""
-        tensors = self._elementwise and isinstance(output, Tensor) and isinstance(target, Tensor)
-        return tensors and output.shape == target.shape and not extra
+        # One of torch's own losses that compares each entry with its target.
+        self.is_elementwise = options == LossOptions() and is_elementwise(loss_fn)
 
     def cannot_tell(self, why: str) -> None:
         """Warn, once."""
@@ -152,7 +148,7 @@ class Weighing:
     @property
     def reads(self) -> bool:
         """Whether what losses are divided by is read off their graphs."""
-        return (self.is_checked or self.uneven is not None) and not self.draws and not self._elementwise
+        return (self.is_checked or self.uneven is not None) and not self.draws and not self.is_elementwise
 
     def measure(self, batch: Batch, replicas: int) -> Measure | None:
         """What the microbatches of this batch are measured by, if that is known before they have run."""
@@ -184,6 +180,7 @@ class Shares:
     wants_graph = False  # of a loss that is computed without one
     tensors: Sequence[Tensor] = ()  # the numbers that `check` looks at
     measure: Measure | None = None
+    is_elementwise = False  # whether the loss is one of torch's own that compares each entry with its target
 
     def __init__(self, count: int, share: float) -> None:
         self._shares = [share] * count
@@ -212,6 +209,7 @@ class BatchShares(Shares):
     def __init__(self, weighing: Weighing, batch: Batch, replicas: OtherReplicas, training: bool) -> None:
         super().__init__(len(batch.args), 1.0)
         self._weighing, self._batch, self._replicas = weighing, batch, replicas
+        self.is_elementwise = weighing.is_elementwise
         self._reads = weighing.reads
         self._late = weighing.when == "during" and replicas.replicas > 1
         self._settled = False
@@ -374,8 +372,8 @@ def _most_entries(output: Any) -> int:
 
 def _slack(number: Number) -> float:
     """Return how far apart rounding may bring equal numbers: a coarse one is rounded once, when it has been summed."""
-    is_rounded = isinstance(number, Tensor) and number.is_floating_point()
-    eps = torch.finfo(number.dtype if is_rounded else torch.float64).eps
+    kind = number.dtype if isinstance(number, Tensor) and number.is_floating_point() else torch.float64
+    eps = torch.finfo(kind).eps
     return 2 * eps if eps >= COARSE else 32 * eps
 
 

@@ -22,14 +22,13 @@ Nobody waits for longer than `timeout` for ranks that stand still.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import PeerFailure
 from penstock.messages.clock import CLOCK, Clock
 from penstock.runtime.transport.channel import Channel, ChannelEnds
-from penstock.runtime.transport.failure.peer_failures import after_loss, stopped_by_force
+from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.schedule import Action
 
 Where = Callable[[], Action | None]  # the action that a rank is at, if it is at one
@@ -143,16 +142,6 @@ class Transport(ABC):
     @abstractmethod
     def abort(self, failure: PeerFailure) -> None:
         """Give up without draining: set `broken`, and wake or tell whom that can reach."""
-
-    @contextmanager
-    def to_its_end(self) -> Iterator[None]:
-        """Around what leaves half a step on the wires where Ctrl-C ends it: the group is given up then."""
-        try:
-            yield
-        except KeyboardInterrupt as interrupt:
-            stopped = stopped_by_force(self.rank)
-            self.abort(stopped)
-            raise interrupt from stopped
 
     @abstractmethod
     def reset(self) -> None:

@@ -21,7 +21,6 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 from penstock.errors import MessageError, PeerFailure, RunError, UsageError
 from penstock.messages import plain
-from penstock.runtime.transport.interrupts import uninterrupted
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +62,12 @@ class Incoming(ABC):
     def expect(self, receives: int) -> None:  # noqa: B027 (most have nothing to do)
         """So many receives will be posted in the step that begins, and each of them will be received or discarded."""
 
-    @uninterrupted
-    def post(self, microbatch: int) -> None:
-        """A RECV action: make ready for the next message. Never blocks."""
-        if microbatch in self.posted:
-            raise UsageError(f"{self.channel.receive_action(microbatch)} is posted already")
-        self.posted[microbatch] = self._post(microbatch)
-        self.count += 1
-
     @abstractmethod
-    def _post(self, microbatch: int) -> Any:
-        """Make ready; returns what is to be known of the message, None if nothing is before it has come."""
+    def post(self, microbatch: int) -> None:
+        """A RECV action: make ready for the next message, and keep the books (`posted`, `count`). Never blocks."""
+
+    def _posted_already(self, microbatch: int) -> UsageError:
+        return UsageError(f"{self.channel.receive_action(microbatch)} is posted already")
 
     @abstractmethod
     def receive(self, microbatch: int) -> Any:
@@ -145,20 +139,17 @@ class Outgoing(ABC):
         self.ready: dict[int, Any] = {}  # by microbatch: values to be sent
         self.count = 0  # messages sent in this step
 
-    @uninterrupted
-    def send(self, microbatch: int) -> None:
-        """A SEND action: the value that is ready for it leaves, and must not be changed in place after."""
-        if microbatch not in self.ready:
-            self.ready[microbatch] = None  # still owed
-            action = self.channel.send_action(microbatch)
-            raise RunError(f"{action}: nothing is ready to be sent; has a handler left out its compute?")
-        self._send(microbatch, self.ready[microbatch])
-        del self.ready[microbatch]
-        self.count += 1
-
     @abstractmethod
-    def _send(self, microbatch: int, value: Any) -> None:
-        """Send the bytes of a value: any pytree of tensors, `None` and plain values."""
+    def send(self, microbatch: int) -> None:
+        """A SEND action: the value that is ready for it leaves, and must not be changed in place after.
+
+        It is any pytree of tensors, `None` and plain values. Keeps the books (`ready`, `count`).
+        """
+
+    def _not_ready(self, microbatch: int) -> RunError:
+        self.ready[microbatch] = None  # It is still owed.
+        action = self.channel.send_action(microbatch)
+        return RunError(f"{action}: nothing is ready to be sent; has a handler left out its compute?")
 
     @property
     def under_way(self) -> Sequence[int]:

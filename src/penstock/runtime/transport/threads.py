@@ -37,6 +37,7 @@ from penstock.runtime.transport.compiling import last_compiled
 from penstock.runtime.transport.failure.blame import Excused, State, Waiting, judge
 from penstock.runtime.transport.failure.peer_failures import after_loss, with_report
 from penstock.runtime.transport.handover import Ready, arrive, share
+from penstock.runtime.transport.interrupts import uninterrupted
 
 LOOKS_PER_TIMEOUT = 10  # at whether those who are waited for move on
 IN_MEMORY = "handed over in memory, without a copy"  # how values travel here
@@ -152,10 +153,15 @@ class ThreadIncoming(QueuedIncoming[ThreadMessage]):
         self._wire = wire
         self._transport = transport
 
-    def _post(self, microbatch: int) -> None:
+    @uninterrupted
+    def post(self, microbatch: int) -> None:
+        if microbatch in self.posted:
+            raise self._posted_already(microbatch)
         self.due.append(microbatch)
         if self._wire.permits is not None:
             self._wire.permits.put(True)
+        self.posted[microbatch] = None
+        self.count += 1
 
     def receive(self, microbatch: int) -> Any:
         message = self._take(microbatch)
@@ -187,9 +193,14 @@ class ThreadOutgoing(Outgoing):
         self._wire = wire
         self._transport = transport
 
-    def _send(self, microbatch: int, value: Any) -> None:
-        shared, ready = share(value)
+    @uninterrupted
+    def send(self, microbatch: int) -> None:
+        if microbatch not in self.ready:
+            raise self._not_ready(microbatch)
+        shared, ready = share(self.ready[microbatch])
         self._put(ThreadMessage(self._transport.step, microbatch, shared, ready, None))
+        del self.ready[microbatch]
+        self.count += 1
 
     def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:
         self._put(ThreadMessage(self._transport.step, microbatch, None, None, failure))

@@ -24,6 +24,7 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.timing.costs import Costs, given_costs
 from penstock.schedule.topology import Topology
+from penstock.tool import tool
 
 __all__ = ["FAMILIES", "Family", "build", "family", "forward_program"]
 
@@ -281,13 +282,11 @@ def build(
 def _searched(
     ranks: int, microbatches: int, stages_per_rank: int | None, skips: Iterable[tuple[int, int]], costs: Costs | None
 ) -> Schedule:
-    from penstock.schedule.search import search  # which looks at every family here
-    from penstock.schedule.search.request import memory_of_1f1b
-
     check_count("ranks", ranks)
-    memory = memory_of_1f1b(ranks, costs or Costs())
     sizes = (1, 2, 3, 4) if stages_per_rank is None else stages_per_rank
-    found = search(ranks, microbatches, costs, memory, sizes, seconds=0)
+    searching = tool("penstock.tools.search.request", 'build("auto")'), tool("penstock.tools.search", 'build("auto")')
+    memory = searching[0].memory_of_1f1b(ranks, costs or Costs())
+    found: Schedule = searching[1].search(ranks, microbatches, costs, memory, sizes, seconds=0)
     # what skips stages is there before what comes through them, so an order for the chain is one for the skips too
     topology = Topology.chain(found.stages, skips)
     return found if found.topology == topology else align(found.replace(topology=topology))
@@ -297,13 +296,13 @@ def _tuned(
     entry: Family, order: Order, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs
 ) -> list[list[Action]]:
     """The family's order, made for these costs of one stage."""
-    from penstock.schedule.search.tuned import tuned  # which looks at every family here
-
     assert entry.cap is not None
     if entry.layout == "block":  # a rank's stages are as one
         costs, stages_per_rank = _of_blocks(costs, ranks, stages_per_rank), 1
     placement, cap = entry.placed(ranks, stages_per_rank), entry.cap(ranks, stages_per_rank)
-    return tuned(list(order), placement, microbatches, costs, cap)
+    tuned = tool("penstock.tools.search.tuned", "build with costs=").tuned
+    rows: list[list[Action]] = tuned(list(order), placement, microbatches, costs, cap)
+    return rows
 
 
 def _of_blocks(costs: Costs, ranks: int, size: int) -> Costs:

@@ -30,7 +30,7 @@ Only the order is kept. The slots are squeezed out, as each action runs as soon 
 The rests decide whether the legs fall on different slots modulo six on every rank, and how
 the fill and drain meet the middle; which are best depends on the remainder of `ranks`. So a
 family names a few blocks, and takes the shortest order within its cap of these and of the one that
-`search/orders/rhythm.py` makes, which fills faster.
+`rhythm.py` makes, which fills faster.
 
 zb-v has memory for more: as in arXiv 2401.10241, each rank runs forwards until its first
 gradient can be there, and then goes round F I F I. With equal costs no rank idles between its
@@ -46,6 +46,8 @@ from typing import NamedTuple
 
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.builders.greedy import Filled, fill_weights, preference
+from penstock.schedule.builders.problem import Problem
+from penstock.schedule.builders.rhythm import Rhythm, follow
 from penstock.schedule.placement import Placement
 from penstock.schedule.timing.costs import Costs
 
@@ -159,9 +161,6 @@ def _best_of_trial(
 
 def _in_rhythm(ranks: int, microbatches: int, cap: int) -> Filled | None:
     """The order of a V that keeps to a rhythm, with a fill that is as quick as memory allows; None where it stops."""
-    from penstock.schedule.search.orders.rhythm import Rhythm, follow
-    from penstock.schedule.search.problem import Problem  # which looks at every family
-
     problem = Problem(Placement.v(ranks, 2), microbatches, Costs(), (float(cap),) * ranks)
     found = follow(problem, Rhythm(patience=0.0, overrun=0.0, weight_time=1.0))
     if found is None:

@@ -12,9 +12,9 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
+from penstock import writing
 from penstock.errors import Fault, NotationError, ScheduleError
 from penstock.rules import is_index
 from penstock.schedule.action import Action, parse
@@ -30,14 +30,14 @@ __all__ = ["from_json", "is_timeline", "load", "save", "to_json"]
 FORMAT = 1
 MARK = "penstock_timeline"
 LONGEST_UNIT = 20
-NUMBERS = 5 * MOST_CELLS  # of a file: five for each span
+NUMBERS = 5 * MOST_CELLS  # Numbers of a file: five for each span.
 MOST_CORES = 1_000_000
 SHOWN = 20  # faults of a file: a wrong one is wrong in every line
 
 
 def save(timeline: Timeline, path: str | PathLike[str]) -> None:
     """Write a `.json` file."""
-    Path(path).write_text(to_json(timeline), encoding="utf-8")
+    writing.save(path, to_json(timeline))
 
 
 def load(path: str | PathLike[str]) -> Timeline:
@@ -46,12 +46,12 @@ def load(path: str | PathLike[str]) -> Timeline:
 
 
 def is_timeline(text: str) -> bool:
-    """Is this the text of a timeline, and not of a schedule?"""
+    """Return whether this is the text of a timeline, and not of a schedule."""
     return f'"{MARK}"' in text[:200]
 
 
 def to_json(timeline: Timeline) -> str:
-    """The whole value; of a simulation, all but the arrival of messages."""
+    """Write the whole value; of a simulation, all but the arrival of messages."""
     head = {
         MARK: FORMAT,
         "unit": timeline.unit,

@@ -16,6 +16,7 @@ from penstock.rules import is_count, is_float, is_index, is_number
 from penstock.schedule.action import Op
 from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.topology import Topology
+from penstock.tool import tool
 
 __all__ = ["Costs", "given_costs", "memory_by_op"]
 
@@ -157,9 +158,8 @@ class Costs:
             raise UsageError(
                 f"from_timeline takes a Timeline, of pipe.record() or Timeline.load(path); got {timeline!r}"
             )
-        from penstock.schedule.timing.calibrate import costs_of
-
-        return costs_of(timeline)
+        found: Costs = tool("penstock.tools.search.calibrate", "Costs.from_timeline").costs_of(timeline)
+        return found
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
         """One number per stage.

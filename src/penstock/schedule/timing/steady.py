@@ -50,7 +50,7 @@ def steady_state(schedule: Schedule, costs: Costs | None = None, *, update: floa
 
 
 def _period(ends: list[list[float]], last: bool) -> float | None:
-    """The time between the ends of steps, once all ranks have the same; the mean, where steps differ by turns."""
+    """Return the time between the ends of steps, once all ranks have the same; if steps differ by turns, the mean."""
     between = [after - before for row in ends for before, after in pairwise(row[-3:])]
     if max(between, default=0.0) - min(between, default=0.0) <= 1e-9 * max(map(max, ends), default=0.0):
         return max(between, default=0.0)

@@ -11,12 +11,12 @@ import secrets
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.checkpoint.disk.plain_files import write_whole
 from penstock.errors import UsageError
 from penstock.reading import read_json
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
 from penstock.train.config.source import find_source
+from penstock.writing import write_whole
 
 Figures = dict[str, Any]
 

@@ -65,7 +65,7 @@ def test_counts_and_names_count_every_block() -> None:
     assert by_count.balance == by_name.balance == (3, 5)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", mostly_slow([2, 4], 2))
 def test_the_graph_of_a_list_in_a_dict_comes_apart_too(stages: int) -> None:
     options = penstock.CutOptions(method="graph")
     found = cut_model(GPT(), stages, example=(batch(GPT)[:2],), options=options)

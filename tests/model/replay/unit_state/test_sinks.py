@@ -12,7 +12,7 @@ import pytest
 import torch
 from model.nets import Chain, W, rows, square, trains
 from model.zoo import S, compared, make, own_loss
-from tiers import mostly_slow
+from tiers import by_turns
 from torch import Tensor, nn
 
 import penstock
@@ -156,8 +156,10 @@ def all_of_it(output: Any, _: Any = None) -> Tensor:
     return own_loss(output) + 0.1 * sum((each.square().mean() for each in more), torch.zeros(()))
 
 
-@pytest.mark.parametrize(("stages", "schedule"), mostly_slow([(2, "1f1b"), (4, "zb-v")], (4, "zb-v")))
-@pytest.mark.parametrize("family", ["Mixtral", "Llama"])
+@pytest.mark.parametrize(
+    ("family", "stages", "schedule"),
+    by_turns(["Mixtral", "Llama"], [(2, "1f1b"), (4, "zb-v")], fast=[("Llama", 4, "zb-v")]),
+)
 def test_router_losses_and_hidden_states_of_real_models(family: str, stages: int, schedule: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

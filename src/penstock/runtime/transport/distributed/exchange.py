@@ -144,18 +144,16 @@ class Exchange:
 
     def collect(self, posted: Posted, summary: Summary | None = None) -> Exchanged:
         """Return what every rank has said; `summary` is that of the coordinator, where it is made already."""
-        if not posted.found:
-            posted.found.append(self._collect(posted, summary))
-            self.under_way[:] = self._prepared.values()
-        return posted.found[0]
-
-    def _collect(self, posted: Posted, summary: Summary | None) -> Exchanged:
+        if posted.found:
+            return posted.found[0]
         if self.rank == self.coordinator:
             fault, calls, values = self._conduct(posted, summary)
         else:
             fault, calls, values = self._read(self.coordinator, self._take_answer(posted))
         found = [posted.value if rank == self.rank else self._read(rank, values[rank]) for rank in range(self.ranks)]
-        return Exchanged(calls, found, fault)
+        posted.found.append(Exchanged(calls, found, fault))
+        self.under_way[:] = self._prepared.values()
+        return posted.found[0]
 
     @uninterrupted
     def _take_answer(self, posted: Posted) -> bytes:

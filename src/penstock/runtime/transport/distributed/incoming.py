@@ -90,6 +90,13 @@ class DistributedIncoming(Incoming):
             work = self._transfers.receive(frame, self._connection, expected.tag, self.channel, microbatch)
             self._ahead.append((layout, frame, work))
 
+    @uninterrupted
+    def post(self, microbatch: int) -> None:
+        if microbatch in self.posted:
+            raise self._posted_already(microbatch)
+        self.posted[microbatch] = self._post(microbatch)
+        self.count += 1
+
     def _post(self, microbatch: int) -> Pending:
         """Make ready for the next message, as far as it is predicted: even the value is built now.
 

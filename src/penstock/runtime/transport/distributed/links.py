@@ -11,6 +11,7 @@ by the connection that the group has, in a way that the watch can end; all ranks
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from copy import copy
 from datetime import timedelta
 from functools import partial
@@ -166,21 +167,20 @@ class Links:
         for link in self.devices.values():
             link.end_step()
 
-    def close(self) -> None:
-        """End all connections, once the devices have moved what is under way; a device may be far behind its host."""
+    def settle(self) -> None:
+        """Wait until the device has moved what is under way: it may be far behind its host."""
         until = self._now() + self._timeout
-        for link in self.devices.values():
-            while self._watch.verdict is None and link.waiting() is not None and self._now() < until:
-                self._watch.clock.sleep(LOOK_SECONDS)
-            link.close()
-        self.forget()
-
-    def forget(self) -> None:
-        """Let go of them: the thread of the watch knows them too."""
-        self.seconds.clear()
-        self.devices.clear()
+        while self._watch.verdict is None and self.device_waiting() is not None and self._now() < until:
+            self._watch.clock.sleep(LOOK_SECONDS)
 
     # -- from the thread of the watch
+
+    def free(self) -> None:
+        """End all connections; what is still under way on the device has lost its peer."""
+        self.seconds.clear()
+        while self.devices:
+            with suppress(KeyError):  # the main thread, which closes its transport, does this as well
+                self.devices.popitem()[1].close()
 
     def device_waiting(self) -> Waiting | None:
         """What the device of this rank waits for, and since when."""

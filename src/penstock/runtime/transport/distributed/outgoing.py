@@ -33,6 +33,7 @@ from penstock.runtime.transport.distributed.messages import (
 )
 from penstock.runtime.transport.distributed.transfers import BackendTransfers, PeerConnection
 from penstock.runtime.transport.failure.peer_failures import after_loss
+from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.layout import Book, Frame, Layout, flatten
 from penstock.runtime.transport.layout.tensor_places import whole_lines
@@ -74,6 +75,14 @@ class DistributedOutgoing(Outgoing):
     @property
     def under_way(self) -> list[int]:
         return [message.microbatch for message in self._under_way]
+
+    @uninterrupted
+    def send(self, microbatch: int) -> None:
+        if microbatch not in self.ready:
+            raise self._not_ready(microbatch)
+        self._send(microbatch, self.ready[microbatch])
+        del self.ready[microbatch]
+        self.count += 1
 
     def _send(self, microbatch: int, value: Any) -> None:
         """As predicted where the value looks so, in full where it does not."""

@@ -50,7 +50,7 @@ from penstock.runtime.transport.distributed.transfers import BackendTransfers, P
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting, different_calls
 from penstock.runtime.transport.failure.own_state import held_weakly
-from penstock.runtime.transport.failure.peer_failures import after_loss
+from penstock.runtime.transport.failure.peer_failures import after_loss, stopped_by_force
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.handover import Rewritten
 from penstock.runtime.transport.interrupts import uninterrupted
@@ -59,6 +59,8 @@ from penstock.runtime.transport.layout.layout import Book
 CHANNELS = 0x1FFF  # at most, in one program
 FIRST_TAG = 0x4000_0000  # far from what users choose; then 5 bits of transport, 13 of channel, 12 within the channel
 CONTROL_TAG = CHANNELS * SUBTAGS  # after the last channel: the exchange, and cutting
+
+_PROBE = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 # Of transports that are gone: gloo reads no further from a peer where the memory of a receive that it has is gone.
 _abandoned: list[list[tuple[torch.Tensor, Any]]] = []
@@ -117,17 +119,17 @@ class DistributedTransport(Transport):
             *(member.store, member.store_host, self._prefix, self.rank, self.ranks, timeout, close),
             *(self._make_bell(), clock),
         )
-        self.watch.own.call = held_weakly(self._current_call, "")
+        this = weakref.ref(self)
+        self.watch.own.call = lambda: getattr(this(), "call", "")
         self.news = self.watch.news
-        self.watch.own.traffic = partial(
-            _traffic, weakref.ref(self)
-        )  # not of this transport, which it would keep alive
+        self.watch.own.traffic = partial(_traffic, this)  # not of this transport, which it would keep alive
         weakref.finalize(self, self.watch.stop)
         self._transfers = transfers = BackendTransfers(self.rank, member.backend, self.watch, timeout)
         tag = self._tag + CONTROL_TAG + 3
         self._links = Links(member, transfers, self._prefix, tag, self.device, seconds)
         self.watch.device_waiting, self.watch.abort_device = self._links.device_waiting, self._links.abort
-        weakref.finalize(self, self._links.forget)
+        self.watch.is_closed = partial(_is_closed, member.backend, self._tag + CONTROL_TAG + 4)
+        self.watch.free_device = self._links.free
         self._book = Book()
         self._max_sends = max_sends
         self._exchanger = Exchange(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._transfers)
@@ -136,9 +138,6 @@ class DistributedTransport(Transport):
         self._opened: dict[tuple[Channel, ...], ChannelEnds[Any, Any]] = {}
         self._next_channel = 0
         self._uncollected: Posted | None = None  # the exchange that was posted last
-
-    def _current_call(self) -> str:
-        return self.call
 
     @property
     def exchanges(self) -> int:
@@ -197,16 +196,21 @@ class DistributedTransport(Transport):
             for end in ends.outgoing.values()
             for microbatch in end.flush()
         ]
-        found += self._links.flush()
+        if self._links.devices:
+            found += self._links.flush()
         if found:
             raise Rewritten(*found[0])
 
     def exchange(self, value: Any) -> list[Any]:
         self._check_may_exchange()
         used = list(self._opened.values())
-        with self.to_its_end():
+        try:
             answers = self._collect(self._exchanger.post(self._transfers.exchanges, self.ends, used, self.call, value))
             self._end_step(used)
+        except KeyboardInterrupt as interrupt:  # It leaves half an exchange on the wires.
+            stopped = stopped_by_force(self.rank)
+            self.abort(stopped)
+            raise interrupt from stopped
         return self._agreed(answers)
 
     def post_exchange(self, value: Any) -> Callable[[], list[Any]]:
@@ -273,7 +277,8 @@ class DistributedTransport(Transport):
         self.watch.end_step()
         for ends in used:
             ends.end_step()
-        self._links.end_step()
+        if self._links.devices:
+            self._links.end_step()
 
     def _agreed(self, answers: Exchanged) -> list[Any]:
         apart = different_calls(answers.calls) if len(set(answers.calls)) > 1 else None
@@ -320,9 +325,10 @@ class DistributedTransport(Transport):
         self.flush()
 
     def close(self) -> None:
+        self._links.settle()
         self.watch.close()
         self._opened.clear()
-        self._links.close()
+        self._links.free()
         self._book.clear()
         self.ends = ChannelEnds((), self.rank)
 
@@ -336,6 +342,15 @@ def _traffic(
         return {}, None
     awaited = None if waiting is None or waiting.edge is None else found.ends.awaited(waiting.edge, waiting.microbatch)
     return {index: end.count for index, end in found.ends.outgoing.items() if end.count}, awaited
+
+
+def _is_closed(backend: Any, tag: int, peer: int) -> bool:
+    """Whether the connection to a rank is: gloo refuses a send there. One that is not refused, nobody receives."""
+    try:
+        backend.send([_PROBE], peer, tag)
+    except RuntimeError:
+        return True
+    return False
 
 
 def _close_connections(backend: Any, seconds: Mapping[int, PeerConnection], tag: int, peer: int) -> None:

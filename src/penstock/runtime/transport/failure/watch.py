@@ -9,7 +9,8 @@ So each transport runs one thread that looks up, twice a second, a verdict that 
 process group:
 
 - A rank whose peer's connection closed raises an alarm that names that peer. The first alarm and the first verdict
-  stand, by the store's compare-and-set, so all ranks name the same culprit.
+  stand, by the store's compare-and-set, so all ranks name the same culprit. Where only its device waits, this thread
+  looks at the connection.
 - A rank that has waited for longer than the timeout raises an alarm that names nobody; on a machine so busy that this
   thread itself hardly ran meanwhile, it waits for up to three.
 - After an alarm all ranks say what they do, and a verdict follows, or the alarm is called off (`arbitration`).
@@ -44,7 +45,7 @@ from penstock.runtime.transport.failure.blame import Waiting, different_calls
 from penstock.runtime.transport.failure.bulletin import Bulletin
 from penstock.runtime.transport.failure.notes import STRANGER, Alarm, Tampered
 from penstock.runtime.transport.failure.own_state import OwnState
-from penstock.runtime.transport.failure.peer_failures import after_loss, placed
+from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss, placed
 from penstock.runtime.transport.failure.silence import Marks, Overdue
 from penstock.runtime.transport.failure.store_host import STORE_SECONDS, StoreHost
 
@@ -81,10 +82,11 @@ class Watch:
         self.leave_other_group: Callable[[PeerFailure], None] | None = None  # ends a wait for ranks of another group
         self.waits_in_other_group: Callable[[], bool] = lambda: False  # that group ends such a wait by itself
         self.ended: Callable[[PeerFailure], None] = lambda verdict: None  # told the verdict before anybody leaves
-        self.device_waiting: Callable[[], Waiting | None] = lambda: (
-            None
-        )  # what a device waits for, whatever its host does
+        # What a device waits for, whatever its host does.
+        self.device_waiting: Callable[[], Waiting | None] = lambda: None
+        self.is_closed: Callable[[int], bool] = lambda peer: False  # whether the connection to that rank is
         self.abort_device: Callable[[], None] = lambda: None  # ends that wait
+        self.free_device: Callable[[], None] = lambda: None  # ends the connections of the device
         # how the ranks talk to each other
         self._rank, self._ranks, self._timeout = rank, ranks, timeout
         self._beat = min(BEAT_SECONDS, timeout / 10)
@@ -99,12 +101,14 @@ class Watch:
         self._proposal: PeerFailure | None = None
         self._alarmed: PeerFailure | None = None  # whom the store's alarm names, as this rank has read it
         self._decided = clock.event()
+        self._probed: tuple[Waiting | None, float] = (None, 0.0)  # a wait of the device, how long it was at a look
         # the thread
         self._stood_still = 0.0  # seconds that this very thread did not run, where they were more than the timeout
         self._stood_until = -math.inf  # when that was over
         self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
         self._wake: Event | Bell = bell or clock.event()
         self._stopping = ranks == 1  # nobody to watch
+        self._stop_by = math.inf  # when to leave what the device of a dropped transport still waits for
         self._thread = clock.worker(self._watch, f"penstock-watch-{rank}")
         if not self._stopping:
             self._thread.start()
@@ -167,9 +171,15 @@ class Watch:
             self.news.clear()
 
     def stop(self) -> None:
-        """Tell the threads to end, and do not wait for them: a finalizer runs on any thread, these two included."""
+        """Tell the threads to end, and do not wait for them: a finalizer runs on any thread, these two included.
+
+        A device may be far behind its host. What is under way on it, others wait for: it ends before the thread does.
+        """
+        self._stop_by = self.clock.now() + self._timeout
         self._stopping = True
         self._wake.set()
+        if not self._thread.is_alive():
+            self.free_device()
 
     def close(self) -> None:
         """End the threads."""
@@ -185,6 +195,8 @@ class Watch:
         try:
             self._run()
         finally:
+            if self._stopping:  # else the main thread uses it
+                self.free_device()
             if self._asker is not None:
                 self._asker.stop()
 
@@ -197,7 +209,7 @@ class Watch:
             if self.clock.now() - begin > self._timeout:
                 self._stood_until = self.clock.now()
                 self._stood_still = self._stood_until - begin
-            if self._stopping:
+            if self._stopping and (self.device_waiting() is None or self.clock.now() > self._stop_by):
                 return
             verdict = None
             if gone is None:
@@ -276,7 +288,7 @@ class Watch:
             self._read_news()
         self._overdue.in_other_group.tell(self.leave_other_group is not None or self.waits_in_other_group())
         self._overdue.compiling.tell(is_compiling())
-        waiting, proposal = self.waiting or self.device_waiting(), self._proposal
+        waiting, proposal = self._awaited(), self._proposal or self._lost_by_device()
         if proposal is not None:
             proposal = self._own_stop() or proposal
         mine: Alarm | None = None
@@ -295,6 +307,27 @@ class Watch:
             return self._arbitration.verdict(alarm, self.own.state(waiting))
         self._bulletin.has_looked(step)
         return None
+
+    def _awaited(self) -> Waiting | None:
+        """Return what this rank waits for: its main thread or, where that is in no wait of ours, its device."""
+        return self.waiting or self.device_waiting()
+
+    def _lost_by_device(self) -> PeerFailure | None:
+        """Return the failure of the rank that the device waits for, if the connection to its process is closed.
+
+        A look leaves a few bytes behind on both ranks, so each comes after twice the wait of the one before.
+        """
+        waiting, (before, waited) = self.device_waiting(), self._probed
+        if waiting is None or waiting != before or self._stopping:  # the user may have destroyed a dropped group
+            self._probed = waiting, 0.0
+            return None
+        now = self.clock.now() - waiting.since
+        if now < max(2 * waited, min(CALL_SECONDS, self._timeout / 4)):
+            return None
+        self._probed = waiting, now
+        # A rank that has left first saw the last of its transfers end: this rank asks its device once more.
+        is_lost = self.is_closed(waiting.peer) and self.device_waiting() == waiting
+        return waiting.blame(self._rank, CONNECTION_CLOSED) if is_lost else None
 
     def _compare_calls(self, waiting: Waiting | None) -> PeerFailure | None:
         """Once this rank has waited for a while: who is in another call, if all ranks wait and one is."""
@@ -336,7 +369,7 @@ class Watch:
 
     def _is_hopeless(self, seconds: float) -> bool:
         """Go on without the store: to stop, or where an answer is needed and none has come for long."""
-        waiting = self.waiting
+        waiting = self._awaited()
         overdue = waiting is not None and self._overdue.waited(waiting) > self._timeout
         silent = seconds > max(STORE_SECONDS, SLOW_FACTOR * self._slowest)
         return self._stopping or (silent and (overdue or self._proposal is not None))
@@ -348,7 +381,7 @@ class Watch:
         """
         if self._alarmed is not None:
             return self._alarmed
-        waiting, proposal, lost = self.waiting, self._proposal, self.store_host.gone()
+        waiting, proposal, lost = self._awaited(), self._proposal or self._lost_by_device(), self.store_host.gone()
         if lost is None or (proposal is not None and proposal.rank == self.store_host.host):
             return proposal
         doomed = waiting is not None and self.clock.now() - max(gone, waiting.since) > STATE_SECONDS
@@ -361,6 +394,7 @@ class Watch:
         silent = self.store_host.silent()
         if silent is not None:
             return self._own_stop() or silent
-        if self._proposal is not None or self.waiting is None:
+        waiting = self._awaited()
+        if self._proposal is not None or waiting is None:
             return self._proposal
-        return self.waiting.blame(self._rank, f"silent for {self._timeout:g} s")
+        return waiting.blame(self._rank, f"silent for {self._timeout:g} s")

@@ -72,8 +72,10 @@ class SharedIncoming(QueuedIncoming[Filed]):
         self._place = place
         self._total = 0  # posted so far
 
-    def _post(self, microbatch: int) -> None:
-        """One more may come."""
+    @uninterrupted
+    def post(self, microbatch: int) -> None:
+        if microbatch in self.posted:
+            raise self._posted_already(microbatch)
         self._connections.busy_with = self.channel, microbatch
         self.due.append(microbatch)
         self._total += 1
@@ -83,6 +85,8 @@ class SharedIncoming(QueuedIncoming[Filed]):
             words[_SENDER_WAITS] = 0
             with suppress(Gone):  # whoever waits for it will see
                 self._connection.say(WAKE)
+        self.posted[microbatch] = None
+        self.count += 1
 
     @uninterrupted
     def receive(self, microbatch: int) -> Any:
@@ -169,8 +173,11 @@ class SharedOutgoing(Outgoing):
     def under_way(self) -> list[int]:
         return self._distributed.under_way
 
-    def _send(self, microbatch: int, value: Any) -> None:
-        connection, step = self._connection, self._transfers.exchanges
+    @uninterrupted
+    def send(self, microbatch: int) -> None:
+        if microbatch not in self.ready:
+            raise self._not_ready(microbatch)
+        value, connection, step = self.ready[microbatch], self._connection, self._transfers.exchanges
         if self._transfers.watch.verdict is not None:
             raise after_loss(self._transfers.watch.verdict)
         self._connections.busy_with = self.channel, microbatch
@@ -190,6 +197,8 @@ class SharedOutgoing(Outgoing):
         except Gone:
             self._connections.lose(Waiting(connection.peer, self.channel, microbatch, monotonic()))
         self._total += 1
+        del self.ready[microbatch]
+        self.count += 1
 
     def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:
         connection, step = self._connection, self._transfers.exchanges

@@ -10,6 +10,7 @@ import pytest
 import torch
 from bugs.small import WIDTH, batch
 from processes import on_processes
+from tiers import by_turns
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional as F
@@ -112,8 +113,10 @@ def check(family: str, found: list[tuple[list[dict[str, int]], dict[str, Tensor]
     torch.testing.assert_close([have[name] for name in names], weights, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    by_turns(FAMILIES, RECOMPUTE, fast=[(f, RECOMPUTE[row % len(RECOMPUTE)]) for row, f in enumerate(FAMILIES)]),
+)
 def test_hooks_fire_once_for_each_microbatch(family: str, recompute: str) -> None:
     """A hook on what arrived fired twice where the forward ran again: both forwards ran on one leaf."""
     check(family, [piped(family, recompute)])

@@ -163,7 +163,7 @@ class DistributedOutgoing(Outgoing):
     def _send_instead(
         self, microbatch: int, predicted: Layout | None, kind: int, body: Tensor, payload: Payload | None = None
     ) -> None:
-        """Send next to nothing for each large tensor, a header instead of a predicted frame, then the body and its end."""
+        """Send next to nothing for each large tensor, a header for a predicted frame, then the body and its end."""
         transfers, channel, connection = self._transfers, self.channel, self._connection
         frame, header = blank_header()
         self._write_header(header, kind, microbatch, 0, body.numel())

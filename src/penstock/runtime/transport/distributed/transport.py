@@ -347,7 +347,7 @@ def _traffic(
 
 
 def _is_closed(backend: Any, tag: int, peer: int) -> bool:
-    """Return whether the connection to a rank is closed: gloo then refuses a send. One that it takes nobody receives."""
+    """Return whether the connection to a rank is closed: gloo then refuses a send, and nobody receives one."""
     try:
         backend.send([_PROBE], peer, tag)
     except RuntimeError:

@@ -49,9 +49,8 @@ class DryRun:
     schedule: Schedule
     timeline: Timeline  # simulated with measured costs, or with equal ones where nothing could be measured
     measured: bool
-    memory: tuple[
-        Memory, ...
-    ]  # by rank of a pipeline, or one of all that are threads; without activations where they could not be measured
+    # By rank of a pipeline, or one of all that are threads; without activations where they could not be measured.
+    memory: tuple[Memory, ...]
     notes: tuple[str, ...] = ()  # how the memory may differ from the run's
     on_device: bool = False  # whether the memory is that of an accelerator's devices
     limit: int | None = None  # bytes that one of these has, where it can be asked

@@ -96,7 +96,7 @@ def studio_page(shown: Shown | None = None) -> str:
 
 
 def studio_data(shown: Shown | None = None) -> dict[str, Any]:
-    """Return what the page needs: the dependency rule as a table, the families, the looks of ops, what to show first."""
+    """Return what the page needs: the dependency rule as a table, families, looks of ops, and what to show first."""
     families = {
         name: {"layout": entry.layout, "stages": entry.stages_per_rank, "summary": entry.summary}
         for name, entry in FAMILIES.items()

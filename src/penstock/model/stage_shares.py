@@ -15,8 +15,9 @@ from penstock.model.staged_model import StagedModel
 from penstock.schedule.schedule import Schedule
 
 UNEVEN = 1.5  # times a fair share, beside its largest layer, is more than an even cut leaves on a stage
-NEARLY_ALL = 0.9  # where it is not parameters that are balanced: few models have so many of them in a part of the time
-NOTICED = 0.25  # of the parameters
+# Used where it is not parameters that are balanced: few models have so many of them in a part of the time.
+NEARLY_ALL = 0.9
+NOTICED = 0.25  # Share of the parameters.
 
 
 def doubts_about(

@@ -70,7 +70,7 @@ def counts_between(cuts: Sequence[int], starts: Sequence[int]) -> tuple[int, ...
 
 
 def bytes_across(spans: Iterable[tuple[int, int, float]], pieces: int) -> list[float]:
-    """Return the bytes that cross a cut before each piece, and at the end; spans are (first piece, last piece, bytes)."""
+    """Return the bytes that cross a cut before each piece, and at the end; spans: (first piece, last piece, bytes)."""
     steps = [0.0] * (pieces + 2)
     for first, last, size in spans:
         steps[first + 1] += size

@@ -282,9 +282,9 @@ def _searched(
 ) -> Schedule:
     check_count("ranks", ranks)
     sizes = (1, 2, 3, 4) if stages_per_rank is None else stages_per_rank
-    searching = tool("penstock.tools.search.request", 'build("auto")'), tool("penstock.tools.search", 'build("auto")')
-    memory = searching[0].memory_of_1f1b(ranks, costs or Costs())
-    found: Schedule = searching[1].search(ranks, microbatches, costs, memory, sizes, seconds=0)
+    searching = tool("penstock.tools.search", 'build("auto")')
+    memory = searching.memory_of_1f1b(ranks, costs or Costs())
+    found: Schedule = searching.search(ranks, microbatches, costs, memory, sizes, seconds=0)
     # what skips stages is there before what comes through them, so an order for the chain is one for the skips too
     topology = Topology.chain(found.stages, skips)
     return found if found.topology == topology else align(found.replace(topology=topology))

@@ -6,6 +6,7 @@ CORE = [
     "errors",
     "rules",
     "reading",
+    "writing",
     "devices",
     "tool",
     "schedule",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,6 +68,12 @@ def device_memory() -> int | None:
         return min(found, default=None)
     except (RuntimeError, AttributeError):  # not every kind has this
         return None
+
+
+def free_memory() -> float:
+    """Return the bytes of this host's memory that nobody uses."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
 
 
 def to_device(value: Any, device: torch.device | None) -> Any:

@@ -22,6 +22,7 @@ from penstock.errors import FileError
 MOST_BYTES = 16 * 2**20
 MOST_SETTINGS = 2**28  # bytes of a tokenizer, or of what else lies beside weights
 MOST_TOML = 2**20  # bytes; configurations have a few thousand
+MOST_PARTS = 5_000_000  # lists and objects; the largest index that is read has as many
 DEEPEST = 128  # lists and objects within each other
 NONSENSE = (  # what libraries raise that make something of what a file says
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, NotImplementedError),
@@ -39,6 +40,8 @@ def open_plain(path: str | PathLike[str], flags: int = os.O_RDONLY) -> int:
     except OSError as error:
         if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
             raise FileError(path, "it is a symlink, which is not followed; remove it") from None
+        if error.errno == errno.ENXIO:  # a FIFO that nobody reads, or a socket
+            raise FileError(path, "it is not a plain file; remove it") from None
         raise
     status, wrong = os.fstat(descriptor), ""
     if not stat.S_ISREG(status.st_mode):
@@ -72,6 +75,9 @@ def read_json(path: str | PathLike[str], kind: type = dict, most: int = MOST_BYT
 
 def parse_json(text: str | bytes, origin: object, kind: type = object) -> Any:
     """Return what a text in JSON says; `origin` is where the text is from, for the error."""
+    brackets: Any = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
+    if sum(map(text.count, brackets)) > MOST_PARTS:  # each takes far more memory than its letters
+        raise FileError(origin, f"it has more than {MOST_PARTS:,} lists and objects; no more are read")
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -15,7 +15,7 @@ import torch
 from deadlines import SOON
 from faults.on_threads import M, assert_clean, assert_told, fail, mse, pipeline
 from faults.traps import Boom, batch, boom, trap_of, trapped
-from tiers import mostly_slow
+from tiers import by_turns, mostly_slow
 from torch import nn
 from transports import buffering
 
@@ -42,8 +42,7 @@ def no_thread_left() -> Iterator[set[threading.Thread]]:
     assert left == set()
 
 
-@pytest.mark.parametrize("capacity", mostly_slow([None, 0], None))
-@pytest.mark.parametrize("family", mostly_slow(STAGES, "1f1b", "zb-v"))
+@pytest.mark.parametrize(("family", "capacity"), by_turns(STAGES, [None, 0], fast=[("1f1b", None), ("zb-v", None)]))
 def test_an_error_in_any_forward_or_backward_is_told_and_leaves_a_clean_pipeline(
     family: str, capacity: int | None
 ) -> None:
@@ -62,7 +61,7 @@ def test_an_error_in_any_forward_or_backward_is_told_and_leaves_a_clean_pipeline
         assert len([thread for thread in ours if thread.name.startswith("penstock-rank")]) == 3
 
 
-@pytest.mark.parametrize("family", STAGES)
+@pytest.mark.parametrize("family", mostly_slow(STAGES, "1f1b", "zb-h1", "zb-v"))
 def test_an_error_while_weight_gradients_are_added_names_that_action(family: str) -> None:
     stages = STAGES[family]
     with pipeline(family, stages) as pipe:

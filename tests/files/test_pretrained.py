@@ -80,3 +80,10 @@ def test_a_folder_without_weights_or_with_a_wrong_index_is_refused(tmp_path: Pat
     (tmp_path / "gone.safetensors").write_bytes(b"\x40" + b"\0" * 7 + b'{"a"')
     with pytest.raises(UsageError, match=r"gone\.safetensors \(12 bytes\) cannot be read, .*; copy it again"):
         PretrainedFolder(tmp_path)
+
+
+def test_a_type_that_is_not_read_here_is_named(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F8_E8M0", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    with pytest.raises(UsageError, match=r"model\.safetensors: a is of type F8_E8M0, not read here"):
+        PretrainedFolder(tmp_path)

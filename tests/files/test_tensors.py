@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from penstock.errors import UsageError
-from penstock.files.tensors import TYPES, Body, FileLayout, TensorEntry, streamed, write_file
+from penstock.errors import FileError, UsageError
+from penstock.files.tensors import MOST_HEADER, TYPES, Body, FileLayout, TensorEntry, open_tensors, streamed, write_file
 
 VALUES: dict[str, Tensor] = {
     str(dtype).removeprefix("torch."): torch.arange(6).reshape(2, 3).to(dtype) for dtype in TYPES
@@ -53,3 +54,19 @@ def test_a_block_of_memory_is_used_again() -> None:
 def test_a_type_that_files_do_not_have_is_named() -> None:
     with pytest.raises(UsageError, match=r"x has type torch.complex128, which safetensors does not support"):
         FileLayout([TensorEntry("x", torch.complex128, (1,), (0,))], {})
+
+
+def test_the_header_of_a_file_has_a_bound(tmp_path: Path) -> None:
+    """A file that names a million empty tensors took a second at each opening, and it is opened for every tensor."""
+    empty = {f"{number}": torch.empty(0) for number in range(3)}
+    save_file(empty, tmp_path / "few")
+    with open_tensors(tmp_path / "few") as file:
+        assert set(file.keys()) == set(empty)
+    with (tmp_path / "many").open("wb") as file:
+        file.write((MOST_HEADER + 1).to_bytes(8, "little"))
+        file.truncate(2 * MOST_HEADER)
+    with pytest.raises(FileError, match=r"many: its header has 16,777,217 bytes; at most 16,777,216 are read"):
+        open_tensors(tmp_path / "many")
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(FileError, match="it is not a plain file"):
+        open_tensors(tmp_path / "fifo")

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from penstock.checkpoint.disk.plain_files import write_whole
 from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson, whole
 from penstock.view.figures import counted
+from penstock.writing import write_whole
 
 Ranks = Annotated[
     int | None,

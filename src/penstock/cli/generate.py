@@ -97,7 +97,9 @@ def generate(
 
 def _pieces(writer: Any, prompts: list[list[int]], count: int, sampling: Any) -> Any:
     """Yield (row, text) as they come."""
-    readers = [writer.codec.reader() for _ in prompts]
+    from penstock.train.generation.codec import Reader  # loads torch
+
+    readers = [Reader(writer.codec) for _ in prompts]
     for row, token in writer.continue_rows(prompts, count, sampling):
         yield row, "" if token == writer.codec.end else readers[row].add(token)
     for row, reader in enumerate(readers):

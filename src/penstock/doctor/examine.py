@@ -97,13 +97,11 @@ def _judge_death(answers: Answers, last: int) -> Finding:
         text = Answers(errors=answers.errors, missing=missing or answers.missing).complaint
         return Finding(check, "FAIL", text or f"rank {last} was to be killed, and was not", details=answers.details)
     seconds = max(each["seconds"] for each in answers.figures.values())
-    outcome, text = "PASS", f"named by all others in {seconds:.1f} s, and their devices go on"
     if seconds > checks.NAMED_WITHIN:
-        outcome, text = (
-            "FAIL",
-            f"named by all others after {seconds:.1f} s; at most {checks.NAMED_WITHIN:.0f} s are promised",
-        )
-    return Finding(check, "PASS" if outcome == "PASS" else "FAIL", text, {"seconds": seconds})
+        text = f"named by all others after {seconds:.1f} s; at most {checks.NAMED_WITHIN:.0f} s are promised"
+        return Finding(check, "FAIL", text, {"seconds": seconds})
+    text = f"named by all others in {seconds:.1f} s, and their devices go on"
+    return Finding(check, "PASS", text, {"seconds": seconds})
 
 
 def _host_reads(check: str, figures: dict[int, dict[str, Any]]) -> Finding:

@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from penstock.errors import FileError, UsageError
 from penstock.files.adapters import is_adapter, name_without_adapter
 from penstock.files.conversions import Conversion, convert_names
-from penstock.files.tensors import TYPES
+from penstock.files.tensors import TYPES, open_tensors
 from penstock.files.weights import INDEX, WEIGHTS, no_weights
-from penstock.reading import open_plain, plain_path, read_json
+from penstock.reading import open_plain, read_json
 
 MOST_INDEX = 2**28  # bytes; of a million tensors it has half of that
 PIECE = 4 * 2**20  # bytes of a tensor that are in memory beside the tensor itself
@@ -160,7 +160,10 @@ class PretrainedFolder:
             with self._open(file) as opened:
                 for name in opened.keys():  # noqa: SIM118  (no mapping)
                     found = opened.get_slice(name)
-                    yield name, StoredTensor(file, tuple(found.get_shape()), _DTYPES[found.get_dtype()])
+                    dtype = _DTYPES.get(found.get_dtype())
+                    if dtype is None:
+                        raise UsageError(f"{self.folder / file}: {name} is of type {found.get_dtype()}, not read here")
+                    yield name, StoredTensor(file, tuple(found.get_shape()), dtype)
 
     def _files(self) -> list[str]:
         if (self.folder / self._file).is_file() or self._file != WEIGHTS:
@@ -178,7 +181,7 @@ class PretrainedFolder:
 
     def _open(self, file: str) -> Any:
         try:
-            return safe_open(plain_path(self.folder / file), framework="pt")
+            return open_tensors(self.folder / file)
         except FileNotFoundError as error:
             raise UsageError(f"{self.folder / file}: there is no such file; copy it again") from error
         except FileError:

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
-from penstock.errors import UsageError
+from penstock.errors import FileError, UsageError
+from penstock.reading import open_plain
 
 TYPES = {
     torch.float64: "F64",
@@ -41,6 +43,7 @@ TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+MOST_HEADER = 2**24  # bytes, for some hundred thousand tensors
 PIECE = 8 * 2**20  # bytes that are written and summed at a time: they stay in the cache between the two
 
 
@@ -118,6 +121,17 @@ class Body:
     def view(self, size: int) -> memoryview:
         """Return the first `size` bytes, for writing them out."""
         return memoryview(self._memory if self._memory is not None else b"")[:size]
+
+
+def open_tensors(path: Path) -> Any:
+    """Return a file of safetensors, open; its header, which is parsed at every opening, has a bound."""
+    descriptor = open_plain(path)
+    with open(descriptor, "rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+        size = os.fstat(descriptor).st_size
+    if MOST_HEADER < header <= size:
+        raise FileError(path, f"its header has {header:,} bytes; at most {MOST_HEADER:,} are read")
+    return safe_open(path, framework="pt")
 
 
 def streamed(layout: FileLayout, value_of: Callable[[TensorEntry], Tensor]) -> Iterator[memoryview]:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from penstock.errors import ModelError
-from penstock.model.counted_runs import DRY, run_kind
+from penstock.model.run_kind import DRY, run_kind
 
 SkipKey = tuple[Any, str]  # what the name is unique in (None: the model), and the name
 Routes = dict[tuple[int, int], tuple[SkipKey, ...]]  # (from stage, to stage) -> what travels

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from penstock.model.names import dotted_name
 from penstock.model.original.settings import AttributeChange, ModuleSettings
-from penstock.model.use_names import dotted_name
 
 OUTPUT = -1  # the consumer of the last stage's result: the loss, or the user
 WHOLE_MODEL = 2**32  # the stream of a model that is replayed: the same in all its stages
@@ -104,6 +104,12 @@ def hang(root: nn.Module, name: str, tensor: Tensor, persistent: bool = True) ->
         root._buffers[leaf] = tensor
         if not persistent:
             root._non_persistent_buffers_set.add(leaf)
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return the first of the names that each parameter has, as `named_parameters` gives it, by every name."""
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: own[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def state_names(module: nn.Module) -> list[str]:

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import ModelError
+from penstock.model.names import dotted_name
 from penstock.model.replay.recording.snapshot import changed_by, own_state
-from penstock.model.use_names import dotted_name
 
 
 def refuse_shared_norms(modules: Sequence[nn.Module], names: Sequence[Mapping[str, str]]) -> None:

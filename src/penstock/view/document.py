@@ -10,15 +10,8 @@ from penstock.view.figures import COLOURS, MEANINGS, shades
 
 __all__ = ["SHARED", "asset", "embedded", "filled", "ops"]
 
-SHARED = (
-    "runs.js",
-    "drawing.js",
-    "gantt.js",
-    "memory.js",
-    "scatter.js",
-    "navigate.js",
-    "toolbar.js",
-)  # what every page draws with
+# Every page draws with these.
+SHARED = ("runs.js", "drawing.js", "gantt.js", "memory.js", "scatter.js", "navigate.js", "toolbar.js")
 
 
 def asset(name: str) -> str:

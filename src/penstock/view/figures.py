@@ -26,10 +26,8 @@ MEANINGS = {
     Op.OVERLAP_B_F: "overlapped pair",
 }
 
-
-DARKER = (
-    0.05  # of the colour, for each further stage of a rank: more, and one op would look like another to some people
-)
+# Of the colour, for each further stage of a rank: more, and one op would look like another to some people.
+DARKER = 0.05
 SHADES = 4
 
 ROUNDED = 0.99995  # of a unit is written as a whole one

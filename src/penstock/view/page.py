@@ -13,9 +13,9 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
+from penstock import writing
 from penstock.schedule import Op, Timeline
 from penstock.view.account import Account, account
 from penstock.view.curve import Curve
@@ -41,7 +41,7 @@ def save_page(
 ) -> None:
     """Write the page of runs side by side to a file."""
     text = page(runs, title, notes=notes, curve=curve, recordings=recordings)
-    Path(path).write_text(text, encoding="utf-8")
+    writing.save(path, text)
 
 
 def page(

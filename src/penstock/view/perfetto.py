@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
+from penstock import writing
 from penstock.schedule import Op, Span
 from penstock.view.figures import in_flight
 from penstock.view.run import Run
@@ -23,7 +23,7 @@ SECOND = 1e6  # microseconds, the unit of the format
 
 
 def save_trace(runs: Sequence[Run], path: str | PathLike[str]) -> None:
-    Path(path).write_text(json.dumps(trace(runs), separators=(",", ":")), encoding="utf-8")
+    writing.save(path, json.dumps(trace(runs), separators=(",", ":")))
 
 
 def trace(runs: Sequence[Run]) -> dict[str, Any]:

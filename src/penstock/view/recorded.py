@@ -126,9 +126,4 @@ def run_notes(document: Mapping[str, Any], steps: RecordedSteps | None) -> list[
     notes = [cores_note(document.get("cores", 0), document.get("ranks", 0))]
     if steps is not None:
         notes += steps.notes(document.get("of"))
-    if document.get("asked") and 2 * document["agree"] < document["asked"]:
-        notes.append(
-            f"The advice below is drawn from that step, and only {document['agree']} of {document['asked']} other "
-            f"recorded steps lead to the same: it may be about that step and not about the run."
-        )
     return [note for note in notes if note]

@@ -8,10 +8,10 @@ rules by a test, which compares schedules, times, bounds and faults in a thousan
 from __future__ import annotations
 
 from os import PathLike
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
 
+from penstock import writing
 from penstock.errors import UsageError
 from penstock.schedule import FAMILIES, Op, Schedule
 from penstock.schedule.dependencies import makes, needs
@@ -82,7 +82,7 @@ def save_studio(path: str | PathLike[str], shown: Shown | None = None) -> None:
         path: The file to write.
         shown: What it shows first.
     """
-    Path(path).write_text(studio_page(shown), encoding="utf-8")
+    writing.save(path, studio_page(shown))
 
 
 def studio_page(shown: Shown | None = None) -> str:

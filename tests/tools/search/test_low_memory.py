@@ -176,6 +176,7 @@ def test_group_interleaved_holds_what_it_says() -> None:
             assert max(simulate(schedule).peak_activations) <= (per_rank - 1) * half + ranks
 
 
+@pytest.mark.slow
 def test_the_curve_never_rises_and_every_point_fits() -> None:
     points = search_curve(4, 8, PROFILED, [0.5, 1, 2, 3, 4, 8], effort=150)
     assert [point.memory for point in points] == [1, 2, 3, 4, 8]

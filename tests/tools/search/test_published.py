@@ -51,6 +51,7 @@ def test_families_built_for_costs(name: str, case: Case, stages_per_rank: int, m
     assert simulate(schedule, each).bubble <= most
 
 
+@pytest.mark.slow
 def test_no_point_of_a_curve_is_worse_than_the_search_alone() -> None:
     """The curve was flat where `search` alone found better orders; where it is, each search has the cap before it."""
     ranks, microbatches, costs, caps = 4, 12, SMALL[2], (1.5, 2, 2.5, 3, 4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from tiers import mostly_slow
 
 from penstock.errors import UsageError
 from penstock.schedule import (
@@ -135,7 +136,7 @@ def drawn_costs(draw: random.Random) -> Costs:
     return Costs(forward, backward, weight, hop=hop, held=held)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", mostly_slow(range(40), *range(10)))
 def test_the_bound_is_below_every_family_whatever_the_costs_and_sizes(seed: int) -> None:
     draw = random.Random(seed)
     for family in TRAINING:
@@ -149,7 +150,7 @@ def test_the_bound_is_below_every_family_whatever_the_costs_and_sizes(seed: int)
             assert steady_bound(priced) <= period * ROUNDING, (family, ranks, microbatches, costs, caps)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", mostly_slow(range(20), *range(6)))
 def test_the_bound_of_a_search_is_below_what_it_finds(seed: int) -> None:
     draw = random.Random(seed)
     ranks, microbatches, costs = draw.randint(2, 4), draw.randint(1, 8), drawn_costs(draw)
@@ -160,7 +161,7 @@ def test_the_bound_of_a_search_is_below_what_it_finds(seed: int) -> None:
     assert found.lower_bound <= found.value * ROUNDING
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", mostly_slow(range(20), *range(6)))
 def test_the_bound_is_below_what_is_found_for_stages_that_all_differ(seed: int) -> None:
     """In memory for as many microbatches as there are ranks, with legs of different sizes or stages at random."""
     draw = random.Random(seed)

@@ -102,6 +102,20 @@ def test_a_wrong_setting_is_named_with_what_would_do(tmp_path: Path, change: str
         load_config(path, [change])
 
 
+@pytest.mark.parametrize("value", ["2147483648", "1" + "0" * 400])
+def test_every_whole_number_has_a_largest(value: str) -> None:
+    """A `seed` or `data.window` of 10**30 was a traceback of torch's in whatever command came to it."""
+    hints = {name: words for name, words, *_ in all_keys()}
+    keys = [name for name, words in hints.items() if words.startswith("a whole number") or "whole numbers" in words]
+    assert len(keys) > 20
+    for key in keys:
+        given = f"[{value}]" if "list of" in hints[key] else value
+        if key != "seed" or len(value) > 20:
+            with pytest.raises(UsageError, match=f"{key} is {value[:40]}; a whole number is at most"):
+                load_config(None, [f"{key}={given}"])
+    assert load_config(None, ["seed=9223372036854775807"]).seed == 2**63 - 1
+
+
 def test_all_faults_come_at_once(tmp_path: Path) -> None:
     path = written(tmp_path, "sed = 1\n[training]\nsteps = 'x'\n[optimizer]\nlr = -1\n[nothing]\n")
     with pytest.raises(UsageError) as caught:

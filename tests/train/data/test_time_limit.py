@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,15 @@ def test_an_endless_loop_is_ended_in_a_thread_and_in_the_main_one() -> None:
     thread.join()
     limited()
     assert len(ended) == 2
+
+
+@pytest.mark.timeout(120)
+def test_arithmetic_that_never_ends_is_ended_in_the_main_thread() -> None:
+    """A chat template with `9 ** 9 ** 9` held Python's lock for ever, so that no other thread could end it."""
+    before = signal.getsignal(signal.SIGVTALRM)
+    with pytest.raises(UsageError, match="it has not come to an end"), time_limit(0.1, lambda: "it"):
+        pow(9, 9**9)
+    assert signal.getsignal(signal.SIGVTALRM) == before
 
 
 def test_what_ends_in_time_leaves_no_thread_behind() -> None:

@@ -31,14 +31,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import CheckpointError, UsageError
-from penstock.reading import read_json
+from penstock.reading import MOST_BYTES, read_json
 
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 FORMAT = "penstock checkpoint"
 VERSION = 1
 PIECE = 16 * 2**20  # bytes that are read and summed at a time
-LONGEST = 2**28  # bytes of a manifest or an index
+LONGEST = 2**28  # bytes of an index
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 BEST = "best"  # As a name in a path, the checkpoint with the lowest score.
 FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
@@ -105,7 +105,7 @@ def _own_checksum(body: Mapping[str, Any]) -> str:
 def read_manifest(path: Path) -> Manifest:
     """Read the manifest, if it is one and is whole; the files that it lists are not looked at."""
     file = path / MANIFEST
-    document = _json(file, f"{path} is not a checkpoint of Penstock, or is not complete")
+    document = _json(file, f"{path} is not a checkpoint of Penstock, or is not complete", MOST_BYTES)
     if document.get("format") != FORMAT:
         raise CheckpointError(f"{file} is not the manifest of a Penstock checkpoint", path=path)
     body = {name: value for name, value in document.items() if name != "checksum"}
@@ -154,15 +154,15 @@ def _score(value: Any) -> float | None:
 
 def read_index(path: Path) -> dict[str, Any]:
     """Read the index of a checkpoint whose files have been verified."""
-    document: dict[str, Any] = _json(path / INDEX, f"{path} has no index")
+    document: dict[str, Any] = _json(path / INDEX, f"{path} has no index", LONGEST)
     if not isinstance(document.get("tensors"), dict):
         raise CheckpointError(f"{path / INDEX} is not the index of a Penstock checkpoint", path=path)
     return document
 
 
-def _json(file: Path, otherwise: str) -> Any:
+def _json(file: Path, otherwise: str, most: int) -> Any:
     try:
-        return read_json(file, most=LONGEST)
+        return read_json(file, most=most)
     except FileNotFoundError:
         raise CheckpointError(f"{otherwise}: {file} does not exist", path=file.parent) from None
     except NotADirectoryError:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.checkpoint.disk.manifest import Manifest, check_files, plain_name, read_index
 from penstock.errors import CheckpointError
-from penstock.files.tensors import TYPES
+from penstock.files.tensors import TYPES, open_tensors
 
 
 class Chunk(NamedTuple):
@@ -82,7 +82,7 @@ class CheckpointContents:
         for chunk in found.chunks:
             name, sizes = self._homes[key, chunk.offsets]
             try:
-                with safe_open(self.path / name, framework="pt") as file:
+                with open_tensors(self.path / name) as file:
                     self._check_piece(file, name, key, sizes)
                     part = tuple(slice(begin, begin + size) for begin, size in zip(*chunk, strict=True))
                     goal[part].copy_(file.get_tensor(key))
@@ -118,7 +118,7 @@ class CheckpointContents:
                 for item in plan.items:  # all are looked at before the first is copied
                     name, sizes = self._homes[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
                     if name not in files:
-                        files[name] = opened.enter_context(safe_open(self.path / name, framework="pt"))
+                        files[name] = opened.enter_context(open_tensors(self.path / name))
                     self._check_piece(files[name], name, item.storage_index.fqn, sizes)
                 for item in plan.items:
                     key = item.storage_index.fqn

@@ -24,13 +24,13 @@ from typing import Any
 from torch import Tensor
 
 from penstock.checkpoint.disk.manifest import INDEX, LONGEST, MANIFEST, seal
-from penstock.checkpoint.disk.plain_files import create
 from penstock.checkpoint.save.write_plan import WritePlan, file_of
 from penstock.errors import CheckpointError
 from penstock.files.tensors import Body, TensorEntry, streamed, sync_directory, write_file
 from penstock.group.agreement import in_words
 from penstock.messages.clock import CLOCK, Clock
 from penstock.reading import read_json, read_text
+from penstock.writing import create
 
 logger = logging.getLogger("penstock.checkpoint")
 BEAT = (0.002, 0.1)  # seconds between looks: the first, and the longest

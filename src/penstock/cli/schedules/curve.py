@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock import writing
 from penstock.cli.output import fold, terminal_width, write, write_json, writes
 from penstock.errors import UsageError
 from penstock.schedule import CurvePoint
@@ -26,7 +27,7 @@ def show_curve(points: Sequence[CurvePoint], ranks: int, microbatches: int, html
     """Write the curve as text or JSON, and as a page where one is asked for."""
     title = f"{ranks} ranks, {microbatches} microbatches: idle time against memory"
     if html is not None:
-        html.write_text(curve_page(points, title), encoding="utf-8")
+        writing.save(html, curve_page(points, title))
     if as_json:
         write_json({"ranks": ranks, "microbatches": microbatches, "points": [_document(point) for point in points]})
         return

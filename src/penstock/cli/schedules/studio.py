@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock import writing
 from penstock.cli.output import guarded, write
 from penstock.cli.source import BatchSizes, Sizes, complete_source, is_file, naming, read, whole
 from penstock.errors import UsageError
@@ -46,7 +47,7 @@ def studio(sizes: BatchSizes, sources: Sources = None, out: Out = None, port: Po
     """
     page = studio_page(_begin(sources or [], sizes.ranks, sizes.microbatches))
     if out is not None:
-        out.write_text(page, encoding="utf-8")
+        writing.save(out, page)
         write(f"saved to {out}")
         return
     serve(page, port)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
+from penstock import writing
 from penstock.compat.pipelining.actions import Orders, check_order, orders_of, schedule_of
 from penstock.compat.pipelining.errors import InvalidOrder, UnsupportedFormat
 from penstock.compat.pipelining.stage import _PipelineStageBase
@@ -121,7 +121,7 @@ class Ordered:
             schedule = lower(schedule)
         elif format == "compute_only":
             schedule = schedule.compute()
-        Path(filename).write_text(rows_to_csv(schedule.rows))
+        writing.save(filename, rows_to_csv(schedule.rows))
 
     def _check_ranks(self, schedule: Schedule) -> None:
         """A placement that was passed must be the order's: the order decides."""

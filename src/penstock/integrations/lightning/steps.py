@@ -19,7 +19,7 @@ from penstock.errors import UsageError
 from penstock.integrations.lightning.example import rows_of
 from penstock.pipeline import StepResult
 
-__all__ = ["TRAINING", "Logged", "Steps", "follow_log", "joined_logs", "number_of"]
+__all__ = ["TRAINING", "Logged", "ModuleSteps", "follow_log", "joined_logs", "number_of"]
 
 Logged = dict[str, tuple[Any, dict[str, Any]]]  # name -> a number, and the options of log()
 Number = tuple[float, str, dict[str, Any]]  # a value, the name of its dtype, and the options of log()
@@ -30,7 +30,7 @@ TRAINING = "training_step"
 PLAIN = (bool, int, float, str, type(None))
 
 
-class Steps(nn.Module):
+class ModuleSteps(nn.Module):
     """A model whose forward is one of the steps of a LightningModule."""
 
     def __init__(self, module: LightningModule) -> None:

@@ -25,7 +25,7 @@ from penstock.integrations.accumulation import AccumulationScale, take_count
 from penstock.integrations.lightning.checkpoint_io import PipelineCheckpointIO
 from penstock.integrations.lightning.checks import check_options, check_use
 from penstock.integrations.lightning.example import example_batch
-from penstock.integrations.lightning.steps import TRAINING, Steps, follow_log, joined_logs, number_of
+from penstock.integrations.lightning.steps import TRAINING, ModuleSteps, follow_log, joined_logs, number_of
 from penstock.integrations.model_state import load_own
 from penstock.integrations.optimizer_state import OptimizerState
 from penstock.messages.collective import all_gather
@@ -38,7 +38,7 @@ from penstock.schedule import Schedule, family
 
 __all__ = ["PipelineStrategy"]
 
-PREFIX = "module."  # The LightningModule's names in `Steps` begin so.
+PREFIX = "module."  # The LightningModule's names in `ModuleSteps` begin so.
 CLOCK = "penstock"  # Key in a checkpoint: where the pipeline's random numbers stand.
 STEPS = {
     TrainerFn.FITTING: TRAINING,
@@ -76,7 +76,7 @@ class PipelineStrategy(DDPStrategy):
         self._options = options if microbatches is None else {"microbatches": microbatches, **options}
         self._replicas, self._example = replicas, example
         self._axes = Axes()
-        self._steps: Steps | None = None
+        self._steps: ModuleSteps | None = None
         self._pipe: Pipeline | None = None
         self._most = 1  # microbatches
         self._accumulation = AccumulationScale()
@@ -147,7 +147,7 @@ class PipelineStrategy(DDPStrategy):
         follow_log(module)
         example = example_batch(trainer, 2) if self._example is None else self._example
         example = self.precision_plugin.convert_input(self.batch_to_device(example, self.root_device))
-        self._steps = Steps(module)
+        self._steps = ModuleSteps(module)
         self._pipe = Pipeline(
             self._steps,
             example=(STEPS[trainer.state.fn], example, 0),

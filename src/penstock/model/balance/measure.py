@@ -33,12 +33,12 @@ from torch.utils import _pytree as pytree
 
 from penstock.devices import accelerator, on_accelerator
 from penstock.errors import ModelError
-from penstock.model.counted_runs import DRY, run_as
 from penstock.model.moved import moved
 from penstock.model.random_states import random_state, restore_random
 from penstock.model.replay.recording.marks import Storages
 from penstock.model.replay.recording.nested_values import tensors_in
 from penstock.model.replay.recording.undo import patched, undone
+from penstock.model.run_kind import DRY, run_as
 
 ROUNDS = 3
 REPEATS = 3

@@ -41,7 +41,6 @@ def partition(
     crossing: Sequence[float] | None = None,
     placement: Placement | None = None,
     speeds: Sequence[float] | None = None,
-    base: Sequence[float] | None = None,
     slack: float = 0.0,
 ) -> Partition:
     """The cut with the lightest most loaded rank: where it is, and what it leaves on the ranks.
@@ -51,10 +50,9 @@ def partition(
     crossing   bytes that cross a cut before each piece: decides among equals
     placement  which rank has which stage; without it, each stage has its own
     speeds     of the ranks: 0.5 takes twice as long
-    base       what each stage carries anyway, such as the loss on the last one
     slack      loads within this share of the best count as equal (measured times never quite are)
     """
-    problem, places = pose(weights, stages, allowed, crossing, placement, speeds, base)
+    problem, places = pose(weights, stages, allowed, crossing, placement, speeds)
     ends, exact = lightest(problem, slack)
     cuts = tuple(places[end] for end in ends[1:-1])
     return Partition(cuts, tuple(problem.loads(ends)), problem.bytes(ends), exact)

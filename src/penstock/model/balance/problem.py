@@ -30,7 +30,6 @@ class PartitionProblem:
 
     sums: tuple[list[float], ...]  # by stage: what the first n atoms weigh there, on its rank
     ranks: tuple[int, ...]  # by stage
-    base: tuple[float, ...]  # by rank: load that it has anyway
     speeds: tuple[float, ...]  # by rank
     crossing: tuple[float, ...]  # by boundary: bytes that cross a cut there
     grain: float = 0.0  # every load is a multiple of it; 0 where none is known
@@ -45,7 +44,7 @@ class PartitionProblem:
 
     def loads(self, ends: Ends) -> list[float]:
         """The load of each rank."""
-        found = list(self.base)
+        found = [0.0] * len(self.speeds)
         for stage, (first, end) in enumerate(pairwise(ends)):
             found[self.ranks[stage]] += self.sums[stage][end] - self.sums[stage][first]
         return found
@@ -73,11 +72,10 @@ class PartitionProblem:
     @cached_property
     def floor(self) -> float:
         """No cut is lighter: the whole shared out evenly; and the heaviest atom with the lightest beside it."""
-        carried = sum(base * speed for base, speed in zip(self.base, self.speeds, strict=True))
-        even = (self.least[-1] + carried) / sum(self.speeds)
+        even = self.least[-1] / sum(self.speeds)
         atoms = sorted(min(sums[n + 1] - sums[n] for sums in self.sums) for n in range(self.atoms))
         others = min(self.ranks.count(rank) for rank in self.ranks) - 1  # stages of its rank, each with an atom
-        floor = max(even, atoms[-1] + sum(atoms[:others]), *self.base)
+        floor = max(even, atoms[-1] + sum(atoms[:others]))
         return math.ceil(floor / self.grain) * self.grain if self.grain else floor
 
 
@@ -91,7 +89,6 @@ def pose(
     crossing: Sequence[float] | None,
     placement: Placement | None,
     speeds: Sequence[float] | None,
-    base: Sequence[float] | None,
 ) -> tuple[PartitionProblem, list[int]]:
     """The problem that the arguments of `partition` make, checked; and the piece that each boundary is before."""
     if not is_count(stages) or stages < 1:
@@ -105,17 +102,12 @@ def pose(
     places = [0, *_places(count, stages, allowed), count]
     if crossing is not None and len(crossing) < count:
         raise UsageError(f"crossing has {len(crossing)} entries for {count} pieces; pass the bytes before each piece")
-    base = [0.0] * stages if base is None else base
-    if len(base) != stages:
-        raise UsageError(f"base has {len(base)} entries for {stages} stages")
-    carried = [sum(base[stage] for stage in placement.stages_of(r)) / speeds[r] for r in range(placement.ranks)]
     problem = PartitionProblem(
         sums=_sums(rows, placement, speeds, places),
         ranks=placement.by_stage,
-        base=tuple(carried),
         speeds=tuple(speeds),
         crossing=tuple(0.0 if crossing is None or place in (0, count) else float(crossing[place]) for place in places),
-        grain=_grain([*rows, carried], speeds),
+        grain=_grain(rows, speeds),
     )
     return problem, places
 

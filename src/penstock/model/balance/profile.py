@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from penstock.errors import ModelError, UsageError
 from penstock.model.balance.measure import REPEATS, ROUNDS, Measured, measure
 from penstock.model.declared_skips import use_skips
+from penstock.model.names import dotted_name, similar_names
 from penstock.model.replay.recording.unit_calls import ForwardRecording
-from penstock.model.use_names import dotted_name, similar_names
 
 OPTIMIZERS = {"sgd": 0, "sgd-momentum": 1, "adagrad": 1, "lion": 1, "adam": 2, "adamw": 2}  # states per parameter
 WAYS = ("parameters", "time", "memory")

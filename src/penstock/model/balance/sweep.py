@@ -55,7 +55,7 @@ def _start(problem: PartitionProblem) -> Ends:
     if problem.single:
         return [*range(count), problem.atoms]
     speeds = tuple(problem.speeds[rank] for rank in problem.ranks)
-    return lightest(replace(problem, ranks=tuple(range(count)), base=(0.0,) * count, speeds=speeds))[0]
+    return lightest(replace(problem, ranks=tuple(range(count)), speeds=speeds))[0]
 
 
 def _settle(sweep: _Sweep, best: Ends) -> tuple[Ends, bool]:
@@ -165,7 +165,7 @@ class _Sweep:
         for boundary, reach in enumerate(radius):
             if near is not None and reach is not None:
                 self._low[boundary], self._high[boundary] = near[boundary] - reach, near[boundary] + reach
-        rooms = [(self._limit - problem.base[turn.rank]) * problem.speeds[turn.rank] for turn in self._turns]
+        rooms = [self._limit * problem.speeds[turn.rank] for turn in self._turns]
         states: dict[tuple[int, ...], _Partial] = {(): _Partial((0.0, 0.0), problem.least[-1])}
         for number, turn in enumerate(self._turns):
             self._later = sum(rooms[number + 1 :]) + ROUNDING * problem.least[-1]
@@ -193,7 +193,7 @@ class _Sweep:
         for positions, self._partial in order:
             for boundary, place in zip(turn.before, positions, strict=True):
                 at[boundary] = place
-            load, left = self.problem.base[turn.rank], self._partial.left
+            load, left = 0.0, self._partial.left
             for stage in turn.closed:
                 load += sums[stage][at[stage + 1]] - sums[stage][at[stage]]
                 left -= least[at[stage + 1]] - least[at[stage]]

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
+from penstock.model.names import dotted_name
 from penstock.model.original.settings import AttributeChange, ModuleSettings
 from penstock.model.part import StagePart
-from penstock.model.use_names import dotted_name
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _SCRIPTED = torch.jit.ScriptModule  # compiled: nothing in it can be exchanged

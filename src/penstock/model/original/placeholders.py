@@ -3,7 +3,9 @@
 On processes a rank trains what its own stages hold. What the model has beside that would grow old in silence: a call of
 the model, its `state_dict()`, a norm over its parameters would mix values of today with those of the first step. So
 these tensors are let go in place, wherever they stand (the user's model, an optimizer, a list), and give their memory
-back. Shape, type and device can still be asked for. All else raises an error that says where the values are.
+back. Shape, type and device can still be asked for, and there is no gradient: `.grad` is None, so that `zero_grad()`
+and an optimizer of `model.parameters()` pass it over. All else raises an error that names where the values are, and so
+does torch's clipping by norms, which would take this rank's part for the whole.
 
 A model that is cut by its forward runs the code between its units on every stage, and that code may compute with such a
 tensor as long as nothing of this stage depends on the result. There one element, expanded, takes its place, and
@@ -13,6 +15,7 @@ tensor as long as nothing of this stage depends on the result. There one element
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from penstock.errors import ModelError
-from penstock.model.counted_runs import EVERYWHERE, run_kind
+from penstock.model.run_kind import EVERYWHERE, run_kind
 
 _LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous})
 _METHODS = (
@@ -42,6 +45,9 @@ _ABOUT: frozenset[Any] = frozenset(  # what says something about a tensor, and n
     + [getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)]
     + [Tensor.requires_grad.__set__]  # type: ignore[attr-defined]
 )
+_GRAD: Any = Tensor.grad
+_GRADIENT: frozenset[Any] = frozenset({_GRAD.__get__, _GRAD.__set__})
+_CLIPPING = "torch.nn.utils.clip_grad"
 _bare: Any = torch._C.DisableTorchFunctionSubclass
 
 stand_ins = threading.local()  # `stand_ins.add`: hears of each tensor that takes the place of one that is away
@@ -86,6 +92,8 @@ class _Away:
         if func in _ABOUT:
             with _bare():
                 return func(*args, **kwargs)
+        if func in _GRADIENT and _has_no_gradient(*args):
+            return None
         if func in _LAYOUT:
             return func(_blank_as_it_was(args[0]), *args[1:], **kwargs)
         if run_kind() == EVERYWHERE:
@@ -97,6 +105,16 @@ class _Away:
     def __repr__(self) -> str:
         home = _STATES[self].home
         return f"{home.name}, a tensor of shape {tuple(self.shape)} whose values are on {home}"  # type: ignore[attr-defined]
+
+
+def _has_no_gradient(tensor: Tensor, value: Any = None) -> bool:
+    """Return whether None is right for the gradient, as what is read or what is set.
+
+    Of a sharded tensor there is one, in its shards. For torch's clipping, whose code is two frames further up, the
+    gradients that are elsewhere count as well.
+    """
+    clips = sys._getframe(2).f_globals.get("__name__") == _CLIPPING
+    return value is None and not clips and not _STATES[tensor].home.sharded
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.model.names import dotted_name
 from penstock.model.original.settings import OWN, AttributeChange, ModuleSettings
-from penstock.model.use_names import dotted_name
 
 # (name, what runs the unit, args, kwargs, whether by a call and not by `forward`) -> output
 Answer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any], bool], Any]

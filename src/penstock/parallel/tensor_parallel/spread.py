@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, RunError, UsageError
+from penstock.model.names import dotted_name
 from penstock.model.part import StagePart
-from penstock.model.use_names import dotted_name
 from penstock.parallel.tensor_parallel.tensor_plan import TensorPlan
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.loss.module import LOSS, StageAndLoss

@@ -74,13 +74,13 @@ class StepLosses:
         is_right = tensors and output.shape == target.shape and not extra
         if is_right and shares.measure is not None:
             return
-        reading = shares.read(microbatch, output, loss)
+        form = shares.read(microbatch, output, loss)
         if is_right:
             return
         if self._begin_check is not None:
             self.check, self._begin_check = self._begin_check(), None
         if self.check is not None:
-            self.check.saw(microbatch, output, loss, reading)
+            self.check.saw(microbatch, output, loss, form)
 
 
 def trained_loss(loss_fn: Callable[..., Any] | None) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from penstock import writing
 from penstock.errors import Fault, NotationError, ScheduleError, UsageError
 from penstock.schedule.action import Action, Op, parse
 from penstock.schedule.files.drawing import IDLE, cells_of
@@ -28,8 +29,6 @@ from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.seen import PASSES, actions_of, skips_seen
 from penstock.schedule.topology import Topology
-
-__all__ = ["load", "read_cells", "read_text", "save"]
 
 FORMAT = 1
 
@@ -82,7 +81,7 @@ def save(schedule: Schedule, path: str | PathLike[str]) -> None:
     """Write `.csv` or `.json`."""
     path = Path(path)
     text = {".csv": to_csv, ".json": to_json}[file_kind(path)](schedule)
-    path.write_text(text, encoding="utf-8", newline="")
+    writing.save(path, text)
 
 
 def load(path: str | PathLike[str], facts: dict[str, Any], check: bool = True) -> Schedule:

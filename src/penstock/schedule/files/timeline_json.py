@@ -12,9 +12,9 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
+from penstock import writing
 from penstock.errors import Fault, NotationError, ScheduleError
 from penstock.rules import is_index
 from penstock.schedule.action import Action, parse
@@ -24,8 +24,6 @@ from penstock.schedule.files.text import to_json as schedule_to_json
 from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.timing.timeline import Span, Timeline, Wall
-
-__all__ = ["from_json", "is_timeline", "load", "save", "to_json"]
 
 FORMAT = 1
 MARK = "penstock_timeline"
@@ -37,7 +35,7 @@ SHOWN = 20  # faults of a file: a wrong one is wrong in every line
 
 def save(timeline: Timeline, path: str | PathLike[str]) -> None:
     """Write a `.json` file."""
-    Path(path).write_text(to_json(timeline), encoding="utf-8")
+    writing.save(path, to_json(timeline))
 
 
 def load(path: str | PathLike[str]) -> Timeline:

@@ -47,6 +47,9 @@ ELSEWHERE = {  # keys of other trainers, by name
 }
 
 
+MOST = 2**31 - 1  # of a whole number that states no other: far more steps, rows or ranks than anybody has
+
+
 @dataclass(frozen=True)
 class Override:
     """A value from the command line: its text, and what TOML makes of it."""
@@ -231,7 +234,13 @@ def _range(field: dataclasses.Field[Any]) -> str:
 
 
 def _bounded(value: Any, path: str, field: dataclasses.Field[Any], faults: list[str]) -> Any:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    counts = value if isinstance(value, list) else [value]
+    large = [each for each in counts if isinstance(each, int) and abs(each) > (field.metadata["most"] or MOST)]
+    if large:
+        faults.append(
+            f"{path} is {str(large[0])[:40]}; a whole number is at most {int(field.metadata['most'] or MOST):,} there"
+        )
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
         least, above, most = (field.metadata[name] for name in ("least", "above", "most"))
         wrong = (
             not math.isfinite(value)

@@ -293,7 +293,7 @@ class TrainConfig:
     """A whole configuration."""
 
     output: str = key("runs/gpt", "the folder of the run: checkpoints, metrics, timeline, logs")
-    seed: int = key(0, "of weights, batches and dropout", least=0)
+    seed: int = key(0, "of weights, batches and dropout", least=0, most=2**63 - 1)
     prediction: dict[str, Any] = key(
         {}, "what penstock plan has predicted of this configuration; penstock plan --check compares the run with it"
     )

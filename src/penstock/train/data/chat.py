@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from penstock.errors import UsageError
+from penstock.reading import NONSENSE
 from penstock.train.data.time_limit import time_limit
 from penstock.train.data.tokenizer import Tokenizer
 
@@ -109,7 +110,7 @@ def _written(tokenizer: Tokenizer, messages: Any, place: object, *, prompt: bool
         text = tokenizer.of_transformers.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=prompt
         )
-    except (TemplateError, TypeError, KeyError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
+    except (TemplateError, MemoryError, *NONSENSE) as error:
         why = str(error) or type(error).__name__
         raise UsageError(f"{place}: the chat template of {tokenizer.path} does not take this chat: {why}") from None
     return str(text)

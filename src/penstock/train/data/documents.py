@@ -21,6 +21,7 @@ from penstock.train.data.records import Record
 from penstock.train.data.tokenizer import Tokenizer, open_tokenizer
 from penstock.train.loss import IGNORED
 
+MOST_TOKEN = 2**31 - 1  # tokens are kept as int32
 COLUMNS = {
     "messages": ("messages",),
     "prompt": ("prompt", "completion"),
@@ -176,8 +177,8 @@ class Encoder:
             return begun + ended, [not answers] * len(begun) + [True] * len(ended)
         if self._format == "input_ids":
             ids = self._column(record, "input_ids", list, "a list of whole numbers")
-            if not all(isinstance(each, int) and each >= 0 for each in ids):
-                raise UsageError(f"{record.place}: input_ids takes whole numbers from 0")
+            if ids and ({*map(type, ids)} != {int} or min(ids) < 0 or max(ids) > MOST_TOKEN):
+                raise UsageError(f"{record.place}: input_ids takes whole numbers from 0 to {MOST_TOKEN:,}")
         else:
             text = self._column(record, "text", str, "a text")
             ids = self.tokenizer.ended(self.tokenizer.encode(text)) if text.strip() else []

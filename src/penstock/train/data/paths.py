@@ -12,6 +12,7 @@ from penstock.train.config.settings import Data
 from penstock.train.config.source import is_function
 
 JSON_LINES = (".jsonl", ".ndjson")
+COMPRESSED = (".gz", ".zip", ".zst", ".xz", ".bz2", ".lz4", ".7z")
 ROWS = (*JSON_LINES, ".parquet", ".arrow")
 
 
@@ -32,12 +33,15 @@ def _is_saved(path: Path) -> bool:
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
     """The files of names and globs, each once, in the order of the patterns and then of the names."""
-    return _found(
+    found = _found(
         patterns,
         "data.source",
         os.path.isfile,
         'give files or globs such as "texts/**/*.txt", "stdlib", or "module:function"',
     )
+    if compressed := [path for path in found if path.suffix.lower() in COMPRESSED]:
+        raise UsageError(f"data.source: {compressed[0]} is compressed, and its bytes are no text; unpack it first")
+    return found
 
 
 def find_paths(patterns: Sequence[str], key: str) -> list[Path]:

@@ -1,23 +1,27 @@
 """Rows of files, one after the other, from any place where a run has stopped.
 
-JSON lines are read here. Folders written by `save_to_disk` and Arrow files are mapped by the `datasets` library,
-Parquet is read by pyarrow, which comes with it. A function of the user's may return rows as well. A position is two
+JSON lines are read here. Folders written by `save_to_disk` and Arrow files are mapped by the `datasets` library, of
+which no decoder is used: a row may name an image, a FIFO among them, and would have it opened. Parquet is read by
+pyarrow, which comes with `datasets`. A function of the user's may return rows as well. A position is two
 numbers, the file and the place in it, so that a checkpoint can hold it and nothing before it is read again.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from penstock.errors import UsageError
-from penstock.reading import NONSENSE, check_folder, open_plain, parse_json
+from penstock.errors import FileError, UsageError
+from penstock.reading import MOST_SETTINGS, NONSENSE, check_folder, open_plain, parse_json, read_json
 from penstock.train.config.source import call_source, is_function
 from penstock.train.data.paths import JSON_LINES, find_paths
 
 CHUNK = 256  # rows of a Parquet file that are made into Python's values at a time
+MOST_ROW = 2**26  # bytes of a line
+FOOTER = 8  # bytes at the end of a Parquet file: four for the length of its description, and a mark
 
 
 class RowFile(Protocol):
@@ -76,9 +80,11 @@ class JsonLines:
     def read(self, begin: int) -> Iterator[Record]:
         with open(open_plain(self.path), "rb") as file:
             file.seek(begin)
-            for line in file:
+            while line := file.readline(MOST_ROW + 1):
                 place = RowPlace(self, begin)
                 begin += len(line)
+                if len(line) > MOST_ROW:
+                    raise FileError(place, f"it has more than {MOST_ROW:,} bytes; no more are read of a row")
                 if line.strip():
                     yield Record(_parsed(line, place), place, begin)
 
@@ -103,17 +109,27 @@ class Parquet:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
 
+        _check_footer(self.path)
         try:
             with ParquetFile(self.path) as file:
                 for first, table in _groups(file, begin):
                     for number, values in enumerate(table.to_pylist(), first):
                         if number >= begin:
                             yield Record(values, RowPlace(self, number), number + 1)
-        except (ArrowException, OSError) as error:
+        except (ArrowException, *NONSENSE) as error:
             raise UsageError(f"{self.path} is no Parquet file that can be read: {error}") from None
 
     def number(self, begin: int) -> str:
         return f"row {begin}"
+
+
+def _check_footer(path: Path) -> None:
+    """Refuse a file whose description would fill the memory, whatever its end says of that."""
+    with open(open_plain(path), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - FOOTER))
+        length = int.from_bytes(file.read(FOOTER)[:4], "little")
+    if length > MOST_SETTINGS:
+        raise FileError(path, f"its description has {length:,} bytes; at most {MOST_SETTINGS:,} are read")
 
 
 def _groups(file: Any, begin: int) -> Iterator[tuple[int, Any]]:
@@ -143,16 +159,35 @@ class Arrow:
         if path.is_dir():
             check_folder(path)
         try:
-            self._rows = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
+            if path.is_dir():
+                _check_inside(path)
+            rows = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
+            self._rows = rows.with_format("arrow", columns=rows.format["columns"])  # rows as they are stored
         except NONSENSE as error:
             raise UsageError(f"data.source: {path} cannot be read: {error}") from None
 
     def read(self, begin: int) -> Iterator[Record]:
         for number in range(begin, len(self._rows)):
-            yield Record(self._rows[number], RowPlace(self, number), number + 1)
+            place = RowPlace(self, number)
+            try:
+                row = self._rows[number]
+                row.validate(full=True)  # Arrow takes the places that a file names for its values as they are
+                values = row.to_pylist()[0]
+            except NONSENSE as error:
+                raise UsageError(f"{place} cannot be read: {error}") from None
+            yield Record(values, place, number + 1)
 
     def number(self, begin: int) -> str:
         return f"row {begin}"
+
+
+def _check_inside(folder: Path) -> None:
+    """Refuse a folder of rows that are elsewhere, where a FIFO may be."""
+    named = [each["filename"] for each in read_json(folder / "state.json")["_data_files"]]
+    if odd := [name for name in named if Path(name).name != name]:
+        raise ValueError(f"state.json names {odd[0]!r}, which is not a file of the same folder")
+    if len(set(named)) < len(named):
+        raise ValueError("state.json names a file more than once")
 
 
 class OwnRows:

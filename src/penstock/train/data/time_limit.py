@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +22,33 @@ class _TimeUp(BaseException):
 def time_limit(seconds: float, what: Callable[[], str]) -> Iterator[None]:
     """Raise UsageError where what is inside, in whichever thread, has not ended within so many seconds.
 
-    It must be Python that runs: what C does is not interrupted.
+    In the main thread, seconds are those that the process computes, and arithmetic of large numbers is interrupted as
+    well. In other threads it must be Python that runs: what C does is not interrupted.
     """
+    is_main = threading.current_thread() is threading.main_thread()
+    try:
+        with _by_signal(seconds) if is_main else _by_thread(seconds):
+            yield
+    except _TimeUp:
+        raise UsageError(f"{what()} has not come to an end within {seconds:g} s") from None
+
+
+@contextmanager
+def _by_signal(seconds: float) -> Iterator[None]:
+    def end(*_: object) -> None:
+        raise _TimeUp
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
+
+
+@contextmanager
+def _by_thread(seconds: float) -> Iterator[None]:
     thread, lock = ctypes.c_ulong(threading.get_ident()), threading.Lock()
     inside, is_late = True, False
 
@@ -37,15 +63,12 @@ def time_limit(seconds: float, what: Callable[[], str]) -> Iterator[None]:
     timer.daemon = True
     timer.start()
     try:
-        try:
-            yield
-        finally:
-            timer.cancel()
-            with lock:
-                inside = False
-            # What was raised a moment ago comes here. Taking it back instead would leave Python's mark that something
-            # is to come, for which Python 3.11 waits for ever under a profiler.
-            for _ in range(FEW if is_late else 0):
-                pass
-    except _TimeUp:
-        raise UsageError(f"{what()} has not come to an end within {seconds:g} s") from None
+        yield
+    finally:
+        timer.cancel()
+        with lock:
+            inside = False
+        # What was raised a moment ago comes here. Taking it back instead would leave Python's mark that something
+        # is to come, for which Python 3.11 waits for ever under a profiler.
+        for _ in range(FEW if is_late else 0):
+            pass

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 from penstock.errors import UsageError
 from penstock.files import TOKENIZER_FILES
-from penstock.reading import check_folder, plain_path
+from penstock.reading import check_folder, parse_json, plain_path
 from penstock.train.config.paths import no_tokenizer
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
+MOST_GROWTH = 1000  # of a text by the replacements of a tokenizer; those that are in use have 1
 TOGETHER = 64  # texts that are encoded at once
 
 
@@ -50,6 +51,8 @@ class Tokenizer:
         if self._fast is not None:  # a file may ask for both; what is too long is for data.too_long to say
             self._fast.no_truncation()
             self._fast.no_padding()
+            for part in (self._fast.normalizer, self._fast.decoder):
+                _check_growth(path, part)
         owner: Any = self._fast if alone else self.of_transformers
         known: dict[str, int] = owner.get_vocab()
         self.vocabulary = max(known.values(), default=-1) + 1
@@ -102,6 +105,18 @@ class Tokenizer:
         if self.of_transformers is None:
             return str(self._fast.decode(list(ids)))
         return str(self.of_transformers.decode(list(ids), skip_special_tokens=True))
+
+
+def _check_growth(path: str, part: Any) -> None:
+    """Refuse replacements that make a text many times as long: in Rust, nothing interrupts them."""
+    growth, parts = 1, [] if part is None else [parse_json(part.__getstate__(), path)]
+    for each in parts:
+        if isinstance(each, (dict, list)):
+            parts += each.values() if isinstance(each, dict) else each
+        if isinstance(each, dict):
+            growth *= len(each.get("content") or each.get("prepend") or "1")
+    if growth > MOST_GROWTH:
+        raise UsageError(f"data.tokenizer: {path} replaces letters by texts of more than {MOST_GROWTH:,} letters")
 
 
 def _some(texts: Iterable[str]) -> Iterator[list[str]]:

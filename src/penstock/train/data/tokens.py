@@ -111,11 +111,12 @@ def _mapped(files: Sequence[Path], kind: str) -> Tokens:
             f"says how it was written"
         )
     count = size // dtype.itemsize
-    values = (
-        torch.from_file(str(path), shared=False, size=count, dtype=dtype)
-        if count
-        else torch.empty(0, dtype=dtype, device="cpu")
-    )
+    values = torch.empty(0, dtype=dtype, device="cpu")
+    try:
+        if count:
+            values = torch.from_file(str(path), shared=False, size=count, dtype=dtype)
+    except RuntimeError as error:
+        raise UsageError(f"{path} ({size:,} bytes) cannot be mapped: {error}") from None
     probe = hashlib.sha256(f"{kind} {count}".encode())
     for piece in (values[:PROBE], values[-PROBE:]):
         probe.update(bytes(piece.to(torch.int64).view(torch.uint8).tolist()))

@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.disk.plain_files import write_whole
 from penstock.errors import CheckpointError, PeerFailure, PenstockError, UsageError
 from penstock.reading import read_json
 from penstock.train.run.run_folder import RunFolder, write_json
+from penstock.writing import write_whole
 
 
 def note_path(folder: RunFolder, attempt: int, rank: int) -> Path:

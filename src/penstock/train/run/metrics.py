@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.disk.plain_files import create
 from penstock.errors import FileError, UsageError
 from penstock.reading import parse_json, read_text
 from penstock.rules import is_count
 from penstock.train.run.outlets import Outlet
+from penstock.writing import create
 
 MOST_METRICS = 2**30  # bytes, for some millions of steps
 log = logging.getLogger("penstock.train")

@@ -20,12 +20,12 @@ from typing import Any
 
 from penstock.checkpoint.disk.lock import Lock
 from penstock.checkpoint.disk.manifest import checkpoints_in
-from penstock.checkpoint.disk.plain_files import write_whole
 from penstock.errors import FileError, UsageError
 from penstock.reading import read_json
 from penstock.rules import is_count
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
+from penstock.writing import write_whole
 
 OWN = (
     "config.json",

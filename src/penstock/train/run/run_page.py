@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from penstock.checkpoint.disk.plain_files import write_whole
 from penstock.reading import read_json
 from penstock.schedule import Costs, Timeline, simulate
 from penstock.train.run.metrics import read_metrics
@@ -17,6 +16,7 @@ from penstock.train.run.run_folder import RunFolder
 from penstock.view.curve import Curve
 from penstock.view.page import page
 from penstock.view.run import Run, held_peaks
+from penstock.writing import write_whole
 
 
 def save_run_page(folder: RunFolder) -> Path | None:

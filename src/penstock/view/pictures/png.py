@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
 
+from penstock import writing
 from penstock.view.figures import printable
 from penstock.view.pictures.picture import Picture, Rectangle, picture
 from penstock.view.run import Run
@@ -20,7 +22,9 @@ ANCHORS = {"start": "lm", "middle": "mm", "end": "rm"}
 
 
 def save_png(runs: Sequence[Run], path: str | PathLike[str]) -> None:
-    render(picture(runs)).save(path, format="PNG", dpi=(144, 144))
+    image = io.BytesIO()
+    render(picture(runs)).save(image, format="PNG", dpi=(144, 144))
+    writing.save(path, image.getvalue())
 
 
 def render(drawn: Picture) -> Image:

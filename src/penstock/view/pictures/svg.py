@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 from os import PathLike
-from pathlib import Path
 
+from penstock import writing
 from penstock.view.figures import printable
 from penstock.view.pictures.picture import Picture, Rectangle, Words, picture
 from penstock.view.run import Run
@@ -19,7 +19,7 @@ text{font:11px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;dominant-bas
 
 
 def save_svg(runs: Sequence[Run], path: str | PathLike[str]) -> None:
-    Path(path).write_text(svg(runs), encoding="utf-8")
+    writing.save(path, svg(runs))
 
 
 def svg(runs: Sequence[Run], memory: bool = False) -> str:

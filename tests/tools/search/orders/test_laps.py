@@ -51,6 +51,7 @@ def test_no_change_is_tried_beyond_the_budget() -> None:
     assert budget.orders == 5
 
 
+@pytest.mark.slow
 def test_memory_for_one_stage_more_than_the_groups_need_is_put_to_use() -> None:
     """Group-interleaved needs 5 of 8 microbatches; changes on single ranks made nothing of a third of one more."""
     problem = loop(8, 4, 24, 16 / 3)

@@ -1,7 +1,7 @@
 """Snapshots of the plain attributes of modules, so that a change can be noticed and undone.
 
 Numbers, text and objects go by identity. Lists, dicts, sets, deques, tensors and generators also change in place: of
-containers and generators the contents are remembered here, of tensors as a subclass of `Look` says. Where nothing has
+containers and generators the contents are remembered here, of tensors what a subclass decides. Where nothing has
 changed, a snapshot costs a comparison of pointers.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from operator import is_, itemgetter
 from typing import Any
 
@@ -26,25 +25,6 @@ Key = tuple[int, str]  # the table of a module's attributes, and a name there
 def is_trained(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter, by its kind or by its use."""
     return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
-
-
-@contextmanager
-def exchanged(entries: Sequence[tuple[Any, str, Any, Any]]) -> Iterator[None]:
-    """Inside, entries of tables have other values: (table, name, value now, value inside)."""
-
-    def put(table: Any, name: str, value: Any) -> None:
-        if value is ABSENT:
-            table.pop(name, None)
-        else:
-            table[name] = value
-
-    try:
-        for table, name, _, inside in entries:
-            put(table, name, inside)
-        yield
-    finally:
-        for table, name, now, _ in entries:
-            put(table, name, now)
 
 
 class Restorable:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.runtime.state import contents
-from penstock.runtime.state.contents import Contents
+from penstock.runtime.state import tensor_snapshots
+from penstock.runtime.state.tensor_snapshots import Contents
 
 
 def inference() -> Tensor:
@@ -83,7 +83,7 @@ def test_tensors_that_are_not_plain_memory() -> None:
 def test_a_large_tensor_that_does_not_change_has_no_copy_and_is_missed_if_it_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(contents, "LARGE_BYTES", 64)
+    monkeypatch.setattr(tensor_snapshots, "LARGE_BYTES", 64)
     table, moving, kept = torch.zeros(100), torch.zeros(100), Contents()
     for _ in range(2):
         kept.take([table, moving])

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from penstock.model.counted_runs import DRY, EVERYWHERE, run_as, run_kind
+from penstock.model.run_kind import DRY, EVERYWHERE, run_as, run_kind
 
 
 def test_inside_of_a_dry_run_nothing_counts() -> None:

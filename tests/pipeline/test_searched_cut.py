@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import ModelError
-from penstock.group.searched_cut import SearchedCut
 from penstock.model.balance.profile import Weight
+from penstock.pipeline.searched_cut import SearchedCut
 from penstock.schedule import lower, verify
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import penstock
 from penstock.errors import PeerFailure, RunError
 from penstock.model.replay.recording.undo import undone
-from penstock.runtime.state.attributes import Attributes
+from penstock.runtime.state.recomputation import RecomputedState
 
 MICROBATCHES = 4
 
@@ -59,7 +59,7 @@ def shown(value: Any) -> str:
 def test_what_changes_in_place_is_copied(name: str) -> None:
     value, change = changed()[name]
     holder = Holds(it=value, same=value)
-    attributes = Attributes(0, holder)
+    attributes = RecomputedState(0, holder)
     texts, looks = [], []
     for _ in range(3):
         texts.append(shown(holder.it))
@@ -70,7 +70,7 @@ def test_what_changes_in_place_is_copied(name: str) -> None:
     assert now != texts[0]
     for text, look in zip(texts, looks, strict=True):
         for _ in range(2):  # a graph that is kept runs again more than once
-            with attributes.as_they_were(look):
+            with attributes.as_it_was(look):
                 assert shown(holder.it) == text
                 assert type(holder.it) is type(value)
                 assert holder.it is holder.same
@@ -97,29 +97,33 @@ def test_a_look_at_the_model_leaves_no_trace_in_its_attributes(name: str) -> Non
 
 def test_where_nothing_changes_all_microbatches_share_what_was_seen() -> None:
     holder = Holds(**{name: value for name, (value, _) in changed().items() if name != "past_versions"})
-    attributes = Attributes(0, holder)
+    holder.register_buffer("mask", torch.ones(3))
+    attributes = RecomputedState(0, holder)
     looks = []
     for _ in range(3):
         looks.append(attributes.before())
         attributes.after(looks[-1])
-    assert all(looks[1][number] is looks[2][number] for number in looks[1])
-    (captured,) = [module.captured for module in looks[0].values() if "large" in module.captured]
+    one, other = looks[1], looks[2]
+    assert all(one.attributes[number] is other.attributes[number] for number in one.attributes)
+    assert all(one.buffers[key] is other.buffers[key] for key in one.buffers)
+    assert len(one.buffers) == 1
+    (captured,) = [module.captured for module in looks[0].attributes.values() if "large" in module.captured]
     assert captured["large"].copy is None  # it was, for the first forward, which left it alone
     now = dict(vars(holder))
-    with attributes.as_they_were(looks[0]):
+    with attributes.as_it_was(looks[0]):
         assert all(vars(holder)[name] is value for name, value in now.items())
 
 
 def test_what_no_forward_has_changed_is_left_alone() -> None:
     holder = Holds(set_by_hand=1, counted=1)
-    attributes = Attributes(0, holder)
+    attributes = RecomputedState(0, holder)
     look = attributes.before()
     holder.counted += 1
     del holder.set_by_hand
     holder.set_by_hand = 1
     attributes.after(look)
     holder.set_by_hand = 2
-    with attributes.as_they_were(look):
+    with attributes.as_it_was(look):
         assert (holder.set_by_hand, holder.counted) == (2, 1)
     assert (holder.set_by_hand, holder.counted) == (2, 2)
 

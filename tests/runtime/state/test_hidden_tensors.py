@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.runtime.state.object_tensors import BATCH_DEPTH, DEPTH, hides_tensors, is_array, tensors_in
+from penstock.runtime.state.hidden_tensors import BATCH_DEPTH, DEPTH, hides_tensors, is_array, tensors_in
 
 
 @dataclass

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.model.original.placeholders import is_away
-from penstock.runtime.state.memory import elements_in
+from penstock.runtime.state.memory_layout import elements_in
 from penstock.runtime.state.ownership import version_of
 
 LARGE_BYTES = 16 * 2**20

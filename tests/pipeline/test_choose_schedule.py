@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import UsageError
-from penstock.group.choose_schedule import choose_schedule
 from penstock.group.world import World
+from penstock.pipeline.choose_schedule import choose_schedule
 from penstock.schedule import Topology, build, lower
 
 WORLD = World(None, None, 1.0)

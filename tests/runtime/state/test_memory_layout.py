@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.runtime.state.memory import LINE, blank_like, copy_like, elements_in, phase_of, regions
+from penstock.runtime.state.memory_layout import LINE, blank_like, copy_like, elements_in, phase_of, regions
 
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "as it is": lambda x: x,

@@ -87,15 +87,11 @@ class Batches:
 
     def set_loss(self, loss_fn: Callable[..., Any] | None) -> None:
         """From here on, this is the loss: how it weighs and is checked follows from it alone."""
+        self.loss_fn = loss_fn
         self.weighing = Weighing(loss_fn, self.loss_options, positional(self._forward), self.uneven)
         self.check = LossCheck(self.weighing, self.dims)
         self._checked_calls.clear()
         self._checked_loss_kwargs.clear()
-
-    @property
-    def loss_fn(self) -> Callable[..., Any] | None:
-        """The loss that is set."""
-        return self.weighing.loss_fn
 
     # -- into microbatches
 
@@ -339,9 +335,8 @@ class Batches:
             raise UsageError(
                 "step() was called under torch.no_grad() or inference_mode(); call it outside, or evaluate()"
             )
-        if any(
-            each.requires_grad for module in self.deployment.ranks.modules().values() for each in module.parameters()
-        ):
+        stages = [stage for executor in self.deployment.ranks.executors.values() for stage in executor.stages.values()]
+        if any(each.requires_grad for stage in stages for each in stage.module.parameters()):
             return
         holdings = self.deployment.staged.holdings()  # other ranks may train
         if not any(each.requires_grad for holding in holdings for each in holding.module.parameters()):

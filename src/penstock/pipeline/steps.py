@@ -129,7 +129,8 @@ class Steps:
     def _counted(self, run: Run) -> None:
         programs = self.deployment.programs
         if run.call.training:
-            self._take_count(self.batches.take_lengths(run.call, alone=run.overlaps))
+            if self.batches.options.split is not None:
+                self._take_count(self.batches.take_lengths(run.call, alone=run.overlaps))
             run.program = programs.program
         else:
             run.program = programs.inference(self.batches.count(run.call), self.deployment.replication.lowered)

@@ -153,7 +153,8 @@ def fingerprint_batch(
     named.update({("loss", name): value for name, value in loss_kwargs.items()})
     given = {name: list(_leaves(value, "")) for name, value in named.items() if value is not None}
     every = (leaf for leaves in given.values() for _, leaf in leaves)
-    devices = {leaf.device for leaf in every if isinstance(leaf, Tensor) and on_accelerator(leaf.device)}
+    devices = {leaf.device for leaf in every if isinstance(leaf, Tensor) and not leaf.is_cpu}
+    devices = {each for each in devices if on_accelerator(each)}
     return FingerprintedBatch(
         {name: [_sample_leaf(path, leaf, turn, whole) for path, leaf in leaves] for name, leaves in given.items()},
         whole,

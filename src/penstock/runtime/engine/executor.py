@@ -120,8 +120,10 @@ class Executor:
         if op.is_transfer:
             channel = self.mailbox.channel(action)
             if op in (Op.SEND_F, Op.SEND_B):
-                return Outgoing.send, self.mailbox.ends.sending(channel), microbatch
-            return Incoming.post, self.mailbox.ends.receiving(channel), microbatch
+                leaving: Outgoing = self.mailbox.ends.sending(channel)
+                return type(leaving).send, leaving, microbatch
+            coming: Incoming = self.mailbox.ends.receiving(channel)
+            return type(coming).post, coming, microbatch
         if op.is_pair:
             return self._run_pair, [(half, self._entry(half)) for half in action.parts()], None
         if op.is_sharding:

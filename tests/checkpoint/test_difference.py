@@ -8,6 +8,7 @@ from pathlib import Path
 from checkpoint.short_run import penstock_command
 
 
+@pytest.mark.slow
 def test_diff_goes_by_name_across_layouts(trained: tuple[Path, object]) -> None:
     folder = trained[0]
     assert "are the same to the bit" in penstock_command("diff", folder / "step-00000002", folder / "elsewhere")

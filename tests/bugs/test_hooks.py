@@ -16,6 +16,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional as F
 
 import penstock
+from penstock.errors import UsageError
 
 RECOMPUTE = ["never", "except_last", "always"]
 FAMILIES = ["1f1b", "gpipe", "zb-h1", "interleaved-zb", "zb-v"]
@@ -178,3 +179,30 @@ def test_a_stage_may_retain_the_gradient_of_what_it_receives(schedule: str) -> N
         hidden.retain_grad()
         (F.mse_loss(last.linear(hidden), wanted) / MICROBATCHES).backward()
         assert torch.equal(gradient, hidden.grad)
+
+
+@pytest.mark.parametrize("registered", ["before", "after"])
+def test_an_optimizer_in_the_backward_is_refused_under_loss_scaling(registered: str) -> None:
+    """It updated weights by gradients that were 1024 times too large, and no rank asked whether they are finite.
+
+    A step that is refused changes nothing, and the hook stays.
+    """
+    x, y = batch()
+    calls: list[Tensor] = []
+    layers = [nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()]
+    with penstock.Pipeline(layers, microbatches=MICROBATCHES, loss_fn=F.mse_loss) as pipe:
+        scaler = penstock.GradScaler(pipe, init_scale=2.0**10) if registered == "after" else None
+        hook = layers[1].weight.register_post_accumulate_grad_hook(calls.append)
+        if scaler is None:
+            pipe.step(x, target=y)
+            assert len(calls) == 1
+            pipe.zero_grad()
+            scaler = penstock.GradScaler(pipe, init_scale=2.0**10)
+        for _ in range(2):
+            with pytest.raises(UsageError, match="scaled by 1024"):
+                pipe.step(x, target=y)
+        assert len(calls) == (registered == "before")
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+        hook.remove()
+        pipe.step(x, target=y)
+        scaler.unscale_(torch.optim.SGD(pipe.parameters(), lr=0.1))

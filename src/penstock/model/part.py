@@ -106,6 +106,12 @@ def hang(root: nn.Module, name: str, tensor: Tensor, persistent: bool = True) ->
             root._non_persistent_buffers_set.add(leaf)
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return the first of the names that each parameter has, as `named_parameters` gives it, by every name."""
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: own[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
 def state_names(module: nn.Module) -> list[str]:
     """Every name under which the module has something: parameters, all buffers, and what only its state knows.
 

@@ -26,8 +26,6 @@ from penstock.schedule.timing.costs import Costs, given_costs
 from penstock.schedule.topology import Topology
 from penstock.tool import tool
 
-__all__ = ["FAMILIES", "Family", "build", "family", "forward_program"]
-
 Order = Iterable[list[Action]]
 
 

@@ -14,8 +14,6 @@ from collections.abc import Iterable
 
 from penstock.schedule.builders.problem import Orders, Problem
 
-__all__ = ["EPSILON", "NEVER", "Clocked", "choose"]
-
 EPSILON = 1e-9
 NEVER = math.inf
 

@@ -30,8 +30,6 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.timing.costs import Costs, memory_by_op
 from penstock.schedule.topology import Topology
 
-__all__ = ["LARGE", "ROUNDING", "Objective", "Orders", "Problem", "schedule_of", "stage_costs"]
-
 ROUNDING = 1e-9  # relative: sums of thirds
 MORE = 1.3  # W than the shortest way takes are kept for the time between two steps
 LARGE = 100_000  # computes; from here on a rule takes the better part of a second

@@ -27,8 +27,6 @@ from functools import cache
 from penstock.schedule.builders.clocked import EPSILON, Clocked, choose
 from penstock.schedule.builders.problem import Orders, Problem
 
-__all__ = ["Rhythm", "follow"]
-
 
 @dataclass(frozen=True)
 class Rhythm:

@@ -51,8 +51,6 @@ from penstock.schedule.builders.rhythm import Rhythm, follow
 from penstock.schedule.placement import Placement
 from penstock.schedule.timing.costs import Costs
 
-__all__ = ["half_cap", "min_cap", "v_half", "v_min", "v_placement", "zb_v"]
-
 LARGE = 100_000  # computes; from here on, making an order by a clock takes long
 PERIOD = 6  # slots of work that a rank has for one microbatch: F, I and W on two stages
 

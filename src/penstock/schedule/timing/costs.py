@@ -18,8 +18,6 @@ from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.topology import Topology
 from penstock.tool import tool
 
-__all__ = ["Costs", "given_costs", "memory_by_op"]
-
 PerStage = float | Sequence[float]
 
 

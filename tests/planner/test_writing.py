@@ -50,6 +50,7 @@ def test_a_written_plan_is_read_back_as_the_same_configuration(layout: MeshLayou
     assert Schedule.load(schedule) == plan.schedule
 
 
+@pytest.mark.slow
 def test_a_plan_with_pipelines_inside_hosts_says_so_in_its_configuration(tmp_path: Path) -> None:
     write_plan(planned(MeshLayout(2, 2, inner="pp")), tmp_path / "plan.toml")
     assert load_config(tmp_path / "plan.toml").mesh.inner == "pp"

@@ -165,6 +165,7 @@ def test_gpipe_holds_every_microbatch() -> None:
     assert simulate(build("gpipe", 3, 7)).peak_activations == (7, 7, 7)
 
 
+@pytest.mark.slow
 def test_interleaved_divides_the_idle_share_by_the_stages_a_rank() -> None:
     for ranks in range(1, 9):
         for stages_per_rank in range(1, 5):

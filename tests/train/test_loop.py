@@ -147,6 +147,7 @@ def test_steps_that_are_done_again_are_in_the_metrics_once(tmp_path: Path, text:
     assert losses(config) == wanted
 
 
+@pytest.mark.slow
 def test_a_resumed_run_names_the_checkpoint_that_it_has_loaded(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

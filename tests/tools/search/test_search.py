@@ -84,6 +84,7 @@ def test_without_time_it_is_the_same_every_time() -> None:
     assert len(runs) == 1
 
 
+@pytest.mark.slow
 def test_an_effort_in_orders_gives_the_same_answer_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs(forward=1.0, input=1.1, weight=0.7, hop=0.2)
     first, again = (search_report(3, 7, costs, 2, effort=2000) for _ in range(2))
@@ -195,6 +196,7 @@ def test_what_cannot_work_is_refused_with_what_would(facts: dict[str, object], m
         search(**{"ranks": 3, "microbatches": 4, **facts})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_what_is_held_for_w_may_be_more_than_the_activation() -> None:
     """The gradients of outputs stay too. A full backward never holds both, so 1f1b fits where no split one does."""
     costs = Costs(forward=1.0, input=1.0, weight=0.5, held=1.25)

@@ -102,6 +102,7 @@ def test_a_unit_larger_than_a_stage_is_opened() -> None:
         assert max(shares(cut(Towers, stages))) < 1.3 / stages
 
 
+@pytest.mark.slow
 def test_a_unit_that_chooses_by_its_values_stays_in_one_piece() -> None:
     """Experts that are called only where they get tokens: as glue, each microbatch would take a path of its own."""
     staged = cut(Mixture, 4)

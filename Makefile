@@ -25,7 +25,7 @@ ALL := -n 4 --dist worksteal
 # Every process imports torch: where Python may not keep what it compiled, that takes four times as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train compare test test-all test-slow accelerator collect docs lint format setup clean
+.PHONY: train compare test test-all test-fast test-slow accelerator collect docs lint format setup clean
 
 train: $(READY)
 	$(BIN)/penstock train examples/train/gpt.toml --fresh
@@ -33,14 +33,16 @@ train: $(READY)
 compare: $(READY)
 	$(BIN)/penstock compare --draw
 
-test: lint accelerator
+test: lint test-fast
+
+test-fast: $(READY) accelerator
 	$(BIN)/pytest $(FAST)
 
 test-all: lint accelerator
 	$(BIN)/pytest $(ALL) -m ""
 
 test-slow: $(READY) accelerator
-	$(BIN)/pytest $(SLOW) -m slow
+	$(BIN)/pytest $(SLOW) -m "slow and not exhaustive"
 
 # Compiles the pretended accelerator of the tests, for a minute, once; without a compiler its tests are skipped by name.
 accelerator: $(READY)
@@ -57,6 +59,7 @@ docs: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/words.py
 	$(BIN)/mypy
 
 format: $(READY)

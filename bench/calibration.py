@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.schedule import Costs, Timeline, build, simulate
-from penstock.schedule.timing.calibrate import outside
+from penstock.tools.search.calibrate import outside
 
 ROWS, RECORDED = 64, 8
 SIZES = (4, 8, 16)

@@ -59,7 +59,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.schedule import Costs, Op, simulate, steady_state
-from penstock.schedule.timing.calibrate import costs_of
+from penstock.tools.search.calibrate import costs_of
 
 AHEAD = 4  # messages that the raw loop keeps under way
 CLIPS = {"no": None, "yes": 1e9}  # a limit that never bites

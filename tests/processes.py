@@ -67,11 +67,11 @@ def on_processes(
 def _from_one_that_loads(loading: Sequence[str], ranks: int, job: tuple[Any, ...], limit: float) -> list[Any]:
     context = forking()
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_load_and_fork, args=(theirs, list(loading), ranks, _packed(job), limit))
+    process = context.Process(target=_load_and_fork, args=(theirs, list(loading), ranks, packed(job), limit))
     process.start()
     theirs.close()
     try:
-        good, value = _unpacked(ours.recv_bytes())  # ends with the process, and that at the limit
+        good, value = unpacked(ours.recv_bytes())  # ends with the process, and that at the limit
     except EOFError:
         good, value = False, "the process that ranks are forked from died"
     finally:
@@ -89,10 +89,10 @@ def _load_and_fork(pipe: Connection, loading: list[str], ranks: int, job: bytes,
         importlib.import_module(name)
     HERE.append("fork")
     try:
-        answer = (True, _answers(ranks, _unpacked(job), limit))
+        answer = (True, _answers(ranks, unpacked(job), limit))
     except RankError as error:
         answer = (False, str(error))
-    pipe.send_bytes(_packed(answer))
+    pipe.send_bytes(packed(answer))
 
 
 def _answers(ranks: int, job: tuple[Any, ...], limit: float) -> list[Any]:
@@ -138,7 +138,7 @@ def launch(
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
             job = (theirs, rank, ranks, place, f"{folder}/{rank}", function.__code__.co_filename, function.__name__)
-            process = context.Process(target=_enter, args=(*job, _packed(arguments)))
+            process = context.Process(target=_enter, args=(*job, packed(arguments)))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -182,7 +182,7 @@ def _listen(
         for pipe in wait(list(open_pipes), 0.1):
             assert isinstance(pipe, Connection)
             try:
-                said = _unpacked(pipe.recv_bytes())
+                said = unpacked(pipe.recv_bytes())
             except (EOFError, OSError):
                 del open_pipes[pipe]
                 continue
@@ -198,6 +198,13 @@ def _listen(
 
 def _enter(pipe: Connection, rank: int, ranks: int, place: str, log: str, file: str, name: str, content: bytes) -> None:
     """What a process runs. Errors are left to end it."""
+    join_group(rank, ranks, place, log)
+    loaded(file, name)(lambda value: pipe.send_bytes(packed(value)), *unpacked(content))
+    pipe.close()
+
+
+def join_group(rank: int, ranks: int, place: str, log: str) -> None:
+    """Make this process a rank of a gloo group, whose errors are written to a file."""
     import torch
     import torch.distributed as dist
 
@@ -206,8 +213,6 @@ def _enter(pipe: Connection, rank: int, ranks: int, place: str, log: str, file: 
     torch.set_num_threads(1)
     gc.freeze()  # what the server has loaded stays: to look through it takes a quarter second each time, and copies it
     dist.init_process_group("gloo", init_method=place, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    loaded(file, name)(lambda value: pipe.send_bytes(_packed(value)), *_unpacked(content))
-    pipe.close()
 
 
 def loaded(file: str, name: str) -> Callable[..., Any]:
@@ -242,7 +247,7 @@ def is_stopped(pid: int) -> bool:
     return state is not None and state[0] == "T"
 
 
-def _packed(value: Any) -> bytes:
+def packed(value: Any) -> bytes:
     """torch.save and not pickle: tensors must not travel through shared memory, which ends with its process."""
     import torch
 
@@ -251,7 +256,7 @@ def _packed(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _unpacked(content: bytes) -> Any:
+def unpacked(content: bytes) -> Any:
     import torch
 
     return torch.load(io.BytesIO(content), weights_only=False)

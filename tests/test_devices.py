@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from accelerator.harness import NAMES, on_device
+from tiers import mostly_slow
 from torch.utils import _device as default_device
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "penstock"
@@ -93,7 +94,7 @@ def answers() -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_what_there_is_of_an_accelerator_is_asked_of_torch(name: str) -> None:
     assert on_device(answers, name=name).value == {
         "kinds": ("cpu", name),

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 from processes import free_port
+from tiers import in_tiers
 from warm import warm_commands
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,6 +138,9 @@ DOCUMENTS = {
 
 
 LONG = {
+    "docs/explanations/security.md",
+    "docs/guides/lora.md",
+    "docs/guides/overlap.md",
     "docs/explanations/bubble.md",
     "docs/guides/integrations.md",
     "docs/guides/hugging-face.md",
@@ -146,7 +150,6 @@ LONG = {
     "docs/explanations/transports.md",
     "docs/guides/checkpoints.md",
     "docs/guides/command.md",
-    "docs/guides/doctor.md",
     "docs/guides/choose-a-schedule.md",
     "docs/guides/parallel.md",
     "docs/guides/overlapped-steps.md",
@@ -159,6 +162,7 @@ LONG = {
     "docs/guides/train-command.md",
     "docs/primer.md",
 }
+EXHAUSTIVE = {"docs/guides/doctor.md"}  # the tests of the command examine this machine too
 LITERAL = {
     "docs/explanations/bubble.md",
     "docs/explanations/what-is-a-schedule.md",
@@ -167,7 +171,7 @@ LITERAL = {
 
 
 def test_the_long_and_the_literal_documents_exist() -> None:
-    assert sorted((LONG | LITERAL) - set(DOCUMENTS)) == []
+    assert sorted((LONG | EXHAUSTIVE | LITERAL) - set(DOCUMENTS)) == []
 
 
 def test_files_name_only_documents_that_exist() -> None:
@@ -183,7 +187,7 @@ def test_files_name_only_documents_that_exist() -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in DOCUMENTS])
+@pytest.mark.parametrize("name", in_tiers(DOCUMENTS, set(DOCUMENTS) - LONG - EXHAUSTIVE, EXHAUSTIVE))
 def test_a_document_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = Page(ROOT / name, tmp_path, DOCUMENTS[name], name in LITERAL)

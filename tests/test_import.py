@@ -11,43 +11,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from rooms import FOLDERS_OF_ROOMS, ROOMS
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "penstock"
-
-# The rooms of the house: each may import those above it in this list, and itself.
-ROOMS = [
-    "errors",
-    "rules",
-    "reading",
-    "writing",
-    "devices",
-    "schedule",
-    "messages",
-    "files",
-    "model",
-    "view",
-    "runtime.state",
-    "runtime.transport",
-    "runtime.backward",
-    "runtime.batch",
-    "runtime.loss",
-    "optim",
-    "runtime.engine",
-    "group",
-    "parallel",
-    "pipeline",
-    "gpipe",
-    "parity_check",
-    "compat",
-    "checkpoint",
-    "integrations",
-    "train",
-    "rehearsal",
-    "planner",
-    "doctor",
-    "cli",
-    "__main__",
-]
 
 
 @pytest.mark.parametrize("module", ["penstock", "penstock.errors", "penstock.schedule"])
@@ -75,6 +41,7 @@ def test_integrations_are_loaded_by_those_who_ask_for_them() -> None:
     assert not {"transformers", "accelerate", "lightning", "penstock.integrations"} & loaded
 
 
+@pytest.mark.slow
 def test_a_pipeline_loads_neither_dtensor_nor_fsdp_before_it_needs_them() -> None:
     """Together they take as long to import as torch itself, and few pipelines are sharded or spread."""
     loaded = loaded_in_turn(*IN_TURN)[1]
@@ -126,9 +93,8 @@ def _imports(path: Path) -> Iterator[str]:
 
 @cache
 def room_of(name: str) -> str:
-    """The room of a module, by its dotted name below the package."""
-    (found,) = [room for room in ROOMS if f"{name}.".startswith(f"{room}.")]
-    return found
+    """Return the room of a module, the innermost one, by its dotted name below the package."""
+    return max((room for room in ROOMS if f"{name}.".startswith(f"{room}.")), key=len)
 
 
 @cache
@@ -139,7 +105,7 @@ def modules() -> list[tuple[str, Path]]:
 def _modules() -> Iterator[tuple[str, Path]]:
     for path in sorted(SOURCE.rglob("*.py")):
         name = ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
-        if name not in ("__init__", "runtime"):  # the package itself, which is lazy, and a folder of rooms
+        if name not in ("__init__", *FOLDERS_OF_ROOMS):  # the package itself is lazy
             yield name, path
 
 
@@ -153,7 +119,7 @@ def test_a_room_imports_only_rooms_above_it(room: str) -> None:
     above = ROOMS[: ROOMS.index(room) + 1]
     for name, path in modules():
         if room_of(name) == room:
-            if room == "schedule":
+            if room == "schedule" and name != room:  # whose own names a tool may make
                 assert "TYPE_CHECKING" not in path.read_text()  # nothing above it, not even by name
             for imported in imports(path):
                 root, _, rest = imported.partition(".")

@@ -70,7 +70,6 @@ train/updates/rate.py
 view/advice.py
 view/document.py
 view/run.py
-view/stage_table.py
 """
 
 

@@ -100,6 +100,12 @@ def documented(subject: Any) -> dict[str, str]:
     return {name.lstrip("*"): about for body in bodies for name, about in arguments.entries(body)}
 
 
+def members(subject: type) -> dict[str, Any]:
+    """Return what a class has, with what it has of a base that has no page of its own."""
+    bases = [each for each in subject.__mro__[1:] if each.__module__.startswith("penstock.pipeline.")]
+    return {**{name: value for each in bases for name, value in vars(each).items()}, **vars(subject)}
+
+
 def signed(name: str) -> Iterator[tuple[str, Any]]:
     """A public name and its public methods, as far as they take arguments of their own."""
     subject = found(name)
@@ -110,7 +116,7 @@ def signed(name: str) -> Iterator[tuple[str, Any]]:
     own = dataclasses.is_dataclass(subject) or hasattr(subject, "_fields") or "__init__" in vars(subject)
     if own:
         yield name, subject
-    for method, value in vars(subject).items():
+    for method, value in members(subject).items():
         value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
         if inspect.isfunction(value) and not method.startswith("_"):
             yield f"{name}.{method}", value
@@ -133,8 +139,8 @@ def test_every_argument_has_a_meaning(name: str) -> None:
 def test_every_docstring_begins_with_a_sentence(name: str) -> None:
     subjects = [found(name)] if name != "penstock.schedule.FAMILIES" else []
     if subjects and inspect.isclass(subjects[0]):
-        members = [value for key, value in vars(subjects[0]).items() if not key.startswith("_")]
-        subjects += [each for each in members if inspect.isfunction(each) or isinstance(each, property)]
+        own = [value for key, value in members(subjects[0]).items() if not key.startswith("_")]
+        subjects += [each for each in own if inspect.isfunction(each) or isinstance(each, property)]
     for subject in subjects:
         first = (inspect.getdoc(subject) or "").partition("\n\n")[0]
         assert first.endswith((".", ":", ").")), f"{name}: {subject}: {first!r}"

@@ -16,7 +16,7 @@ ALLOWED = {
         "runtime/transport/layout/encoding.py",
         "pickle.loads",
     ): "values that the user's own stage passes and that are not plain, from a peer that has proved itself",
-    ("__init__.py", "importlib.import_module"): "Penstock's own modules, named in its source",
+    ("tool.py", "importlib.import_module"): "Penstock's own modules, named in its source",
     (
         "train/config/source.py",
         "importlib.import_module",

@@ -6,8 +6,9 @@ and starts fast, without it.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from penstock.tool import tool
 
 if TYPE_CHECKING:
     from penstock.checkpoint.checkpointer import Checkpointer as Checkpointer
@@ -90,11 +91,11 @@ __all__ = sorted(["__version__", *_HOMES])
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
-        return importlib.import_module(f"penstock.{name}")
+        return tool(f"penstock.{name}", f"penstock.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    return getattr(tool(home, f"penstock.{name}"), name)
 
 
 def __dir__() -> list[str]:

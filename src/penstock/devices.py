@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def indexed(device: torch.device | str) -> torch.device:
 
 @contextmanager
 def as_caller(device: torch.device, streams: Iterable[torch.Stream], default: torch.device) -> Iterator[None]:
-    """A context in which a thread computes as the one that called it would: on its streams, with its default device.
+    """Let a thread compute as the one that called it would: on its streams, with its default device.
 
     All three belong to a thread in torch; `device` is the current one inside, which is this thread's own.
     """
@@ -69,6 +70,12 @@ def device_memory() -> int | None:
         return None
 
 
+def free_memory() -> float:
+    """Return the bytes of this host's memory that nobody uses."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+
+
 def to_device(value: Any, device: torch.device | None) -> Any:
     """Return the value with its tensors on a device; None leaves them where they are.
 
@@ -80,7 +87,8 @@ def to_device(value: Any, device: torch.device | None) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=behind), value)
 
 
-_COPYING: dict[torch.device, torch.Stream] = {}  # of this process: one beside the kernels of each device
+# One stream of this process beside the kernels of each device.
+_COPYING: dict[torch.device, torch.Stream] = {}
 
 
 @contextmanager

@@ -99,7 +99,8 @@ class Fault:
     rank: int | None = None
     position: int | None = None
     action: Any = None  # an Action; untyped here, because no room comes before errors
-    cycle: tuple[CycleMember, ...] = ()  # of a deadlock: each member waits for the next, the last for the first
+    # In a deadlock each member waits for the next, the last for the first.
+    cycle: tuple[CycleMember, ...] = ()
 
     def __str__(self) -> str:
         where = []
@@ -173,7 +174,8 @@ class MessageError(RunError):
     """A message arrived that is not the expected one. It is never taken as data."""
 
 
-REBUILD = "the group must be rebuilt"  # at the end of the cause of a loss, after which no step can run
+# The cause of a loss after which no step can run ends so.
+REBUILD = "the group must be rebuilt"
 
 
 class PeerFailure(RunError):

@@ -18,7 +18,8 @@ from typing import Any
 
 from penstock.errors import FileError
 
-MOST_BYTES = 16 * 2**20  # of a file that is read whole, unless its reader states another number
+# The most of a file that is read whole, unless its reader states another number.
+MOST_BYTES = 16 * 2**20
 MOST_SETTINGS = 2**28  # bytes of a tokenizer, or of what else lies beside weights
 MOST_TOML = 2**20  # bytes; configurations have a few thousand
 MOST_PARTS = 5_000_000  # lists and objects; the largest index that is read has as many
@@ -124,7 +125,7 @@ def check_folder(folder: str | PathLike[str]) -> None:
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         try:
             status = entry.stat()
-        except FileNotFoundError:  # of a link that leads nowhere
+        except FileNotFoundError:  # The link leads nowhere.
             continue
         if not stat.S_ISDIR(status.st_mode):
             if not stat.S_ISREG(status.st_mode):

@@ -21,17 +21,17 @@ class ArgumentRule(NamedTuple):
 
 
 def choice(*choices: Any) -> ArgumentRule:
-    """The value is one of these."""
+    """Make the rule that the value is one of these."""
     return ArgumentRule(choices.__contains__, f"choose one of {', '.join(map(repr, choices))}", or_none=False)
 
 
 def is_count(value: Any) -> bool:
-    """A whole number; True is none."""
+    """Return whether a value is a whole number; True is none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_index(value: Any, count: int) -> bool:
-    """A whole number from 0 to count - 1."""
+    """Return whether a value is a whole number from 0 to count - 1."""
     return is_count(value) and 0 <= value < count
 
 
@@ -42,12 +42,12 @@ def check_count(name: str, value: object) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """A real number; True is none."""
+    """Return whether a value is a real number; True is none."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_float(value: Any) -> bool:
-    """A real number that a float can hold; a whole number of 400 digits is none."""
+    """Return whether a value is a real number that a float can hold; a whole number of 400 digits is none."""
     if not is_number(value):
         return False
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from accelerator.harness import NAMES, attempt, on_device, on_ranks
+from tiers import mostly_slow
 
 KERNEL = 0.3  # seconds
 
@@ -34,7 +35,7 @@ def run_ahead() -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_the_host_goes_on_until_it_reads(name: str) -> None:
     outcome = on_device(run_ahead, name=name)
     assert outcome.value["launched"] < outcome.value["waited"]
@@ -210,6 +211,35 @@ def test_a_kernel_that_waits_for_a_dead_peer_ends_when_it_is_aborted() -> None:
 def test_a_host_that_waits_with_a_time_out_is_told() -> None:
     outcome = attempt(2, wait_for_a_rank_that_is_gone, "wait with a time-out", grouped=True)[1]
     assert "time-out of 200 ms: receive of 12 bytes from rank 0" in outcome.value
+
+
+def drop_groups_whose_kernels_wait() -> str:
+    """Rank 1 drops groups one after the other, each with a receive that waits in a kernel."""
+    import gc
+
+    import torch
+    import torch.distributed as dist
+    from accelerator import pretend
+
+    pretend.defer()
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    for number in range(20):
+        group = pretend.native.make_group(dist.PrefixStore(str(number), store), str(number), rank, [0, 1], 10.0)
+        x = torch.zeros(3, device=pretend.device(rank))
+        (group.recv if rank else group.send)([x], 1 - rank, 0).wait()
+        torch.accelerator.synchronize(rank)
+        if rank:
+            group.recv([x], 0, 0)
+        del group
+        gc.collect()
+    dist.barrier(device_ids=[rank])
+    return "went on"
+
+
+def test_a_kernel_that_waits_may_outlive_its_group() -> None:
+    """The thread of its stream read memory of the group that was dropped: a rank whose peer had died did so, too."""
+    for outcome in on_ranks(2, drop_groups_whose_kernels_wait):
+        assert outcome.value == "went on"
 
 
 def test_the_watchdog_kills_a_process_whose_message_does_not_come() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from accelerator.harness import NAMES, on_device
+from tiers import mostly_slow
 
 CHECKS: list[Callable[[Any, Any], None]] = []
 
@@ -172,7 +173,7 @@ def failures(deferred: bool) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("deferred", [False, True], ids=["immediate", "deferred"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_torch_works_on_the_device(name: str, deferred: bool) -> None:
     outcome = on_device(failures, deferred, name=name)
     assert outcome.value == {}, "\n".join(outcome.value.values())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from accelerator.harness import NAMES, on_device, on_ranks
 from exactness.cases import WIDE, Case
-from tiers import mostly_slow
+from tiers import by_turns, mostly_slow
 
 from penstock.schedule.builders import TRAINING
 
@@ -40,8 +40,7 @@ FAULTS_ON_THREADS = "accelerator.exact:faults_on_threads"
 FAULTS_ON_PROCESSES = "accelerator.exact:faults_on_processes"
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", mostly_slow(TRAINING, "1f1b", "zb-v"))
+@pytest.mark.parametrize(("family", "name"), by_turns(TRAINING, NAMES, fast=[("1f1b", "pretend"), ("zb-v", "pretend")]))
 def test_threads(family: str, name: str) -> None:
     assert on_device(FAULTS_ON_THREADS, still_cases(family), name=name).value == {}
 
@@ -51,8 +50,7 @@ def test_threads_whose_streams_run_behind_the_host(family: str) -> None:
     assert on_device("accelerator.exact:faults_behind_the_host", still_cases(family), name="cuda").value == {}
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("family", mostly_slow(TRAINING, "1f1b"))
+@pytest.mark.parametrize(("family", "name"), by_turns(TRAINING, NAMES, fast=[("1f1b", "pretend")]))
 def test_threads_with_dropout(family: str, name: str) -> None:
     cases = [drawing_case(family, recompute=recompute) for recompute in ("never", "always")]
     assert on_device(FAULTS_ON_THREADS, cases, name=name).value == {}
@@ -72,11 +70,7 @@ def test_two_processes(eager: bool) -> None:
     assert [(each.value, each.races) for each in outcomes] == [({}, []), ({}, [])]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "model", "name"),
-    [(4, "mlp", "cuda"), (4, "mlp", "pretend"), (2, DRAWS, "cuda"), (2, DRAWS, "pretend")],
-)
+@pytest.mark.parametrize(("ranks", "model", "name"), by_turns([(4, "mlp"), (2, DRAWS)], NAMES))
 def test_every_family_on_processes(ranks: int, model: str, name: str) -> None:
     recompute = "always" if model == DRAWS else "never"
     cases = on_processes(ranks, TRAINING, model, recompute=recompute)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from accelerator.harness import NAMES, attempt, on_ranks, order_conflicts
+from tiers import mostly_slow
 
 
 def filled(value: float, count: int = 4) -> Any:
@@ -76,7 +77,7 @@ def every_collective() -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_messages_meet_in_the_order_of_their_calls(name: str, eager: bool) -> None:
     outcomes = on_ranks(2, messages_in_order, name=name, eager=eager)
     assert outcomes[0].value == [21.0] * 4

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from accelerator.harness import NAMES, on_device, on_ranks
-from tiers import mostly_slow
+from tiers import by_turns, mostly_slow
 
 LEARNING = 2  # steps that find out what a loss is a mean of, and make what later ones use
 # By what is in the place of a wait: when it is. Nothing else may wait.
@@ -90,8 +90,9 @@ def kinds_of(places: list[str]) -> tuple[int, int, int, list[str]]:
     return len(before), len(after), len(between), [each for each in places if each not in before + after + between]
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["mlp", "gpt"], "mlp"))
-@pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
+@pytest.mark.parametrize(
+    ("kind", "processes"), by_turns(["mlp", "gpt"], [False, True], fast=[("mlp", False)], one_in=1)
+)
 def test_a_step_waits_for_no_device_between_its_actions_and_once_after_them(processes: bool, kind: str) -> None:
     """A GPT's loss is a mean over targets that count: where they are on a device, they are counted there beforehand."""
     outcomes = on_ranks(2, all_waits, kind) if processes else [on_device(all_waits, kind)]
@@ -122,7 +123,7 @@ def waits_of_clipping() -> list[str]:
         return [each.text for each in pretend.syncs()[before:]]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_clipping_waits_for_the_norm_alone(name: str) -> None:
     """The norm went back to each device by a copy that the host waited for."""
     assert on_device(waits_of_clipping, name=name).value == ["item()"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from accelerator.harness import NAMES, attempt, on_device
+from tiers import mostly_slow
 
 # A case returns nothing: what counts is what the ledger found while it ran.
 RIGHT: list[Callable[[Any, Any], None]] = []
@@ -210,7 +211,7 @@ def ledgers_of(cases: list[str]) -> dict[str, list[str]]:
     return {case: ledger_of(case) for case in cases}
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=mostly_slow(NAMES, "pretend"))
 def found(request: pytest.FixtureRequest) -> dict[str, list[str]]:
     """The races of every case, on the device under each name."""
     cases = [case.__name__ for case in (*RIGHT, *WRONG)]
@@ -248,14 +249,14 @@ def read_pinned_memory_too_early() -> tuple[list[float], list[float]]:
     return early, here.tolist()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_a_host_that_follows_an_address_of_the_device_dies(name: str) -> None:
     outcome = attempt(1, follow_a_device_address_on_the_host, name=name)[0]
     assert outcome.code == -11
     assert "follow_a_device_address_on_the_host" in outcome.stderr
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_a_host_that_reads_pinned_memory_before_the_copy_ended_gets_rubbish(name: str) -> None:
     early, late = on_device(read_pinned_memory_too_early, name=name).value
     assert all(each != each for each in early)
@@ -283,7 +284,7 @@ def wait_in_every_way() -> list[str]:
     return [found.text for found in pretend.syncs()]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_every_wait_of_the_host_is_counted_with_its_place(name: str) -> None:
     outcome = on_device(wait_in_every_way, name=name)
     assert outcome.value == [

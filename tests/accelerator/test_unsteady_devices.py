@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from accelerator.harness import on_device, on_ranks
-from tiers import mostly_slow
+from tiers import by_turns
 
 ROWS = [9, 9, 5, 9]  # batches of different sizes, in uneven microbatches
 
@@ -86,11 +86,13 @@ def farthest(family: str, caller: str) -> float:
     return far
 
 
+FAMILIES = ["1f1b", "zb-h1", "zb-v", "dualpipe-v"]
 CALLERS = ["changes streams", "communicates", "evaluates"]
 
 
-@pytest.mark.parametrize("caller", mostly_slow(CALLERS, "changes streams"))
-@pytest.mark.parametrize("family", mostly_slow(["1f1b", "zb-h1", "zb-v", "dualpipe-v"], "1f1b"))
+@pytest.mark.parametrize(
+    ("family", "caller"), by_turns(FAMILIES, CALLERS, fast=[("1f1b", "changes streams")], one_in=3)
+)
 def test_processes(family: str, caller: str) -> None:
     for outcome in on_ranks(2, farthest, family, caller):
         assert outcome.value < 1e-12
@@ -98,8 +100,7 @@ def test_processes(family: str, caller: str) -> None:
         assert outcome.deadlocks == []
 
 
-@pytest.mark.parametrize("caller", mostly_slow(CALLERS, "evaluates"))
-@pytest.mark.parametrize("family", mostly_slow(["1f1b", "zb-h1", "zb-v", "dualpipe-v"], "zb-v"))
+@pytest.mark.parametrize(("family", "caller"), by_turns(FAMILIES, CALLERS, fast=[("zb-v", "evaluates")], one_in=3))
 def test_threads(family: str, caller: str) -> None:
     outcome = on_device(farthest, family, caller, name="cuda")
     assert outcome.value < 1e-12

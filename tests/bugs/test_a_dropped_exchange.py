@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch.distributed as dist
 from processes import on_processes
 
@@ -30,6 +31,7 @@ def dropped_and_made_again() -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_an_exchange_that_was_dropped_blocks_no_later_one() -> None:
     """`for result in pipe.train_steps(...): break`, then another pipeline on the same group: both ranks waited for each
     other until the timeout, also on CPUs. Gloo reads no further where the memory of a receive that it has is gone."""

@@ -48,8 +48,9 @@ def talks_of_ever_new_sizes(transport: Any, sizes: int) -> tuple[int, int]:
     return len(held(Layout)), len(held(Frame))
 
 
-@pytest.mark.parametrize(("kind", "layouts", "sizes"), [("distributed", 256, 300), ("shared", 256, 300)])
-def test_transports_remember_so_many_layouts(kind: str, layouts: int, sizes: int) -> None:
+@pytest.mark.parametrize("kind", mostly_slow(["distributed", "shared"], "shared"))
+def test_transports_remember_so_many_layouts(kind: str) -> None:
+    layouts, sizes = 256, 300
     for found, frames in values(run(kind, talks_of_ever_new_sizes, sizes=sizes)):
         assert 0 < found <= layouts
         assert frames <= 10

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from accelerator.harness import require_device
+from tiers import mostly_slow
 
 SCRIPT = """
 from accelerator import pretend
@@ -25,7 +26,7 @@ pipe.step(x, target=x)
 """
 
 
-@pytest.mark.parametrize("last", ["pipe.close()", "", "print()"])
+@pytest.mark.parametrize("last", mostly_slow(["pipe.close()", "", "print()"], ""))
 def test_a_script_with_ranks_on_devices_ends_well(last: str) -> None:
     require_device()
     paths = [str(Path(__file__).resolve().parents[1]), *filter(None, sys.path)]

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import typer
 from command import run
+from tiers import mostly_exhaustive, mostly_slow
 
 import penstock
 from penstock.checkpoint.disk.manifest import seal
@@ -139,7 +140,7 @@ def test_every_command_is_tried() -> None:
     assert names - {(name,) for name in NO_FILES} == tried
 
 
-@pytest.mark.parametrize("key", sorted(CODE_KEYS))
+@pytest.mark.parametrize("key", mostly_slow(sorted(CODE_KEYS), "model.source", "data.validation_source"))
 def test_looking_at_a_run_of_somebody_else_runs_nothing(key: str, folder: Path) -> None:
     document = planted(key)
     write_run(folder / "run", document)
@@ -150,7 +151,7 @@ def test_looking_at_a_run_of_somebody_else_runs_nothing(key: str, folder: Path) 
         assert result.exit_code in (0, 1, 2), (command, result.output)
 
 
-@pytest.mark.parametrize("key", sorted(CODE_KEYS))
+@pytest.mark.parametrize("key", mostly_slow(sorted(CODE_KEYS), "loss.function"))
 def test_a_checkpoint_of_somebody_else_runs_nothing(key: str, folder: Path, trained: Path) -> None:
     shutil.copytree(trained, folder / "run")
     replant(folder / "run", planted(key))
@@ -212,18 +213,18 @@ def test_a_schedule_or_a_trace_of_somebody_else_runs_nothing(folder: Path, train
 SHADOWS = ["json", "torch", "numpy", "sitecustomize", "struct", "select", "signal", "threading", "warnings"]
 FEW = SHADOWS[:4]  # what is imported before `python -m` gets to a program of ours is Python's own affair
 OWN = "data.source=text.txt"
+WAYS: list[Any] = [
+    ("entry.py", SHADOWS, ["train", *TINY, "training.steps=1", "output=out", OWN]),
+    ("entry.py", SHADOWS, ["train", "--dry-run", *TINY, OWN]),
+    ("-mpenstock", FEW, ["train", *TINY, "training.steps=1", "output=out", OWN]),
+    ("entry.py", SHADOWS, ["plan", "gpt", "--here", *TINY[:3], "--batch", "8", "--sequence", "16", OWN]),
+]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "shadows", "command"),
-    [
-        ("entry.py", SHADOWS, ["train", *TINY, "training.steps=1", "output=out", OWN]),
-        ("entry.py", SHADOWS, ["train", "--dry-run", *TINY, OWN]),
-        ("entry.py", SHADOWS, ["plan", "gpt", "--here", *TINY[:3], "--batch", "8", "--sequence", "16", OWN]),
-        ("-mpenstock", FEW, ["train", *TINY, "training.steps=1", "output=out", OWN]),
-    ],
-    ids=["train", "dry-run", "here", "module"],
+    mostly_exhaustive(WAYS, *WAYS[1:3]),  # the processes of `plan --here` are those of a plan by a script
+    ids=["train", "dry-run", "module", "here"],
 )
 def test_no_process_runs_what_lies_in_the_working_folder(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, start: str, shadows: list[str], command: list[str]

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import launch
+from tiers import by_turns
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.channel import Channel
@@ -73,10 +74,11 @@ def sends_half(say: Callable[[Any], None], kind: str, how: int, timeout: float) 
     os._exit(0)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("how", "timeout", "most"), [(signal.SIGKILL, 40.0, 15.0), (signal.SIGSTOP, 12.0, 36.0)])
-@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize(
+    ("kind", "how", "timeout", "most"),
+    by_turns(VALUES, [(signal.SIGKILL, 40.0, 15.0), (signal.SIGSTOP, 12.0, 36.0)]),
+)
 def test_the_sender_is_named_in_time(kind: str, how: int, timeout: float, most: float) -> None:
     sender, receiver = launch(2, sends_half, kind, how, timeout, limit=120)
     ((_, fault),) = sender.said

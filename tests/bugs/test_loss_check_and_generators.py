@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from accelerator.harness import NAMES, on_device
+from tiers import mostly_slow
 from torch import nn
 
 
@@ -38,7 +39,7 @@ def generators_put_back() -> list[int]:
     return noted
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_the_check_of_the_loss_leaves_the_generators_of_other_ranks_alone(name: str) -> None:
     noted = on_device(generators_put_back, name=name).value
     assert noted

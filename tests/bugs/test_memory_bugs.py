@@ -16,7 +16,7 @@ import pytest
 import torch
 from bugs.small import WIDTH, batch
 from processes import on_processes
-from tiers import mostly_slow
+from tiers import by_turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transports import ON_PROCESSES
@@ -99,8 +99,12 @@ def plain_gradients(stages: list[nn.Module], microbatches: int, width: int = WID
     return trained(loop, own, width=width)
 
 
-@pytest.mark.parametrize("schedule", mostly_slow(TRAINING, "1f1b", "zb-h1", "zb-v"))
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    ("use", "schedule"),
+    by_turns(
+        USES, TRAINING, fast=[(use, ("1f1b", "zb-h1", "zb-v")[row % 3]) for row, use in enumerate(USES)], one_in=4
+    ),
+)
 def test_a_parameter_does_not_adopt_memory_that_others_read(use: str, schedule: str) -> None:
     # zb-h1, from the second step on: weight gradients 19 to 39 % off, because what is kept for W was added to
     torch.manual_seed(0)
@@ -317,8 +321,14 @@ BEFORE: dict[str, Callable[[Stage, Any], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("schedule", mostly_slow(["gpipe", "1f1b", "zb-h1", "zb-v"], "1f1b", "zb-v"))
-@pytest.mark.parametrize("kind", ["written", "view", "attribute", "list"])
+@pytest.mark.parametrize(
+    ("kind", "schedule"),
+    by_turns(
+        ["written", "view", "attribute", "list"],
+        ["gpipe", "1f1b", "zb-h1", "zb-v"],
+        fast=[("written", "zb-v"), ("view", "1f1b"), ("attribute", "zb-v"), ("list", "1f1b")],
+    ),
+)
 def test_a_stage_may_use_the_memory_of_its_output_again(kind: str, schedule: str) -> None:
     # a late reader on threads: 41 to 79 % off
     torch.manual_seed(0)
@@ -615,7 +625,7 @@ def test_a_parameter_of_two_threads_adopts_nothing_either(schedule: str) -> None
 
 def test_the_common_case_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.runtime.backward import saved_graph
-    from penstock.runtime.state import memory, ownership
+    from penstock.runtime.state import memory_layout, ownership
 
     torch.manual_seed(0)
     stages: list[nn.Module] = [
@@ -629,7 +639,7 @@ def test_the_common_case_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     pipe.zero_grad()
     copied: list[Tensor] = []
     monkeypatch.setattr(saved_graph, "copy_like", lambda tensor: copied.append(tensor) or tensor.clone())
-    monkeypatch.setattr(memory, "copies", lambda tensors: pytest.fail(f"{len(tensors)} tensors were copied"))
+    monkeypatch.setattr(memory_layout, "copies", lambda tensors: pytest.fail(f"{len(tensors)} tensors were copied"))
     monkeypatch.setattr(ownership, "_tensors_of", lambda module: pytest.fail("the stage's tensors were looked for"))
     pipe.step(x)
     assert not copied

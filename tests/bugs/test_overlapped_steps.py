@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from processes import launch, on_processes
+from tiers import mostly_slow
 from torch import nn
 from transports import ON_PROCESSES
 
@@ -147,7 +148,9 @@ def die_in(say: Callable[[list[str]], None], step: int, clip: float | None) -> N
         say(error.__notes__)
 
 
-@pytest.mark.parametrize(("step", "clip"), [(0, None), (1, None), (1, 1e9), (4, None)])
+@pytest.mark.parametrize(
+    ("step", "clip"), mostly_slow([(0, None), (1, None), (1, 1e9), (4, None)], (1, None), (4, None))
+)
 def test_a_death_is_named_with_the_step_in_which_it_was(step: int, clip: float | None) -> None:
     """In the second step of a loop there is no step before it whose reports are missing, and nothing was said; in
     later ones, the step before was named. No note promises that a step can be run again with a rank that is dead.

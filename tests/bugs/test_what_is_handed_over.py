@@ -245,9 +245,10 @@ def test_a_plan_from_a_script_elsewhere_runs_nothing_of_the_working_folder(tmp_p
         (here / f"{name}.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\nraise SystemExit('it ran')\n")
     (here / "text.txt").write_text("some words to learn, " * 200)
     (there / "script.py").write_text(
-        "import os, penstock\n\nif __name__ == '__main__':\n"
+        "import os, penstock\nfrom penstock.planner.layout import MeshLayout\n\nif __name__ == '__main__':\n"
         "    options = {'layers': 2, 'width': 16, 'heads': 2}\n"
-        "    plans = penstock.plan('gpt', options=options, batch=8, sequence=16, schedules=['1f1b'], devices=2)\n"
+        "    more = {'schedules': ['1f1b'], 'layout': MeshLayout(2), 'devices': 2}\n"
+        "    plans = penstock.plan('gpt', options=options, batch=2, sequence=16, **more)\n"
         "    assert plans.ranked and 'PYTHONSAFEPATH' not in os.environ\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(penstock.__file__).parents[1])}

@@ -185,5 +185,6 @@ def everything(folder: str) -> None:
     two_runs_at_once(place)
 
 
+@pytest.mark.slow
 def test_processes_agree_fail_together_and_get_back_their_own(tmp_path: Path) -> None:
     on_processes(3, everything, str(tmp_path))

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tiers import mostly_slow
+from tiers import in_tiers
 from typer.testing import CliRunner, Result
 
 from penstock.cli import app
@@ -138,6 +138,7 @@ def test_options_go_to_the_bench_and_its_exit_code_comes_back(installed: Path) -
     assert died.stderr == "penstock: the bench echo was ended by SIGKILL\n"
 
 
+@pytest.mark.slow
 def test_a_bench_that_needs_more_says_what_to_install(installed: Path) -> None:
     done = call(installed, "needy", "--quick")
     assert (done.returncode, done.stdout) == (2, "")
@@ -190,7 +191,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("number", mostly_slow([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], signal.SIGTERM))
+@pytest.mark.parametrize(
+    "number", in_tiers([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], [signal.SIGTERM], [signal.SIGHUP])
+)
 def test_a_bench_that_is_stopped_ends_with_its_processes_and_cleans_up(
     number: signal.Signals, installed: Path, tmp_path: Path
 ) -> None:
@@ -205,6 +208,7 @@ def test_a_bench_that_is_stopped_ends_with_its_processes_and_cleans_up(
         assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_bench_that_does_not_listen_ends_at_the_second_ctrl_c(installed: Path, tmp_path: Path) -> None:
     with stuck(installed, tmp_path, "--deaf") as (process, child):
         process.send_signal(signal.SIGINT)

@@ -108,6 +108,7 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     assert len(result.stdout.splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_early_does_not_hide_faults(tmp_path: Path) -> None:
     path = tmp_path / "bad.csv"
     path.write_text("0F0,0B1\n")
@@ -147,6 +148,7 @@ def on_terminal(columns: int, arguments: list[str], **environment: str) -> str:
     return written.decode().replace("\r\n", "\n")
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_colours_and_its_own_width() -> None:
     assert "\x1b[34m0F0" in on_terminal(60, ["show", "1f1b"])
     plain = on_terminal(60, ["show", "1f1b"], NO_COLOR="1")
@@ -154,6 +156,7 @@ def test_a_terminal_gets_colours_and_its_own_width() -> None:
     assert all(len(line) <= 60 for line in plain.splitlines())
 
 
+@pytest.mark.slow
 def test_the_table_fits_a_narrow_terminal_with_nothing_cut() -> None:
     text = re.sub(r"\x1b\[[0-9;]*m", "", on_terminal(60, ["compare"]))
     assert all(len(line) <= 60 for line in text.splitlines()), text

@@ -48,5 +48,5 @@ def test_a_rank_that_hangs_costs_the_limit_and_no_more(group: RankGroup) -> None
 
 def test_a_wrong_gradient_is_found_and_named(group: RankGroup) -> None:
     answers = group.run(doctor_checks.lose_a_microbatch, "1f1b", limit=60)
-    assert "differs from the plain loop's by" in answers.complaint
+    assert "the pipeline and the plain model differ by" in answers.complaint
     assert group.run(compare_with_plain_loop, "1f1b", limit=60).figures[0]["difference"] < 1e-5

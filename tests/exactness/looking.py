@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import penstock
-from penstock.runtime.state.memory import regions
+from penstock.runtime.state.memory_layout import regions
 
 
 class Seen(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from exactness.live import Live, allowed, bytes_of
 from processes import on_processes
-from tiers import mostly_slow, slow_if
+from tiers import by_turns, mostly_slow, slow_if
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
@@ -73,7 +73,7 @@ def ratios(found: dict[str, Any]) -> dict[int, float]:
     return {rank: peak / found["allowed"][rank] for rank, peak in found["peaks"].items()}
 
 
-@pytest.mark.parametrize("family", mostly_slow(TRAINING, "1f1b", "zb-v", "v-min"))
+@pytest.mark.parametrize("family", by_turns(TRAINING, fast=["zb-v"]))
 def test_a_rank_on_a_thread_holds_what_the_schedule_says(family: str) -> None:
     found = measured(family, ranks=4)
     assert max(ratios(found).values()) <= 1.05
@@ -124,7 +124,7 @@ def test_each_backward_gives_back_what_its_forward_took() -> None:
     assert drain[-1] <= 1024
 
 
-@pytest.mark.parametrize("family", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("family", mostly_slow(["1f1b", "zb-v"], "1f1b"))
 def test_after_a_step_nothing_holds_the_users_batch_or_outputs(family: str) -> None:
     pipe = penstock.Pipeline([stage() for _ in range(4)], microbatches=4, schedule=family, loss_fn=F.mse_loss)
     for run in (pipe.step, pipe.evaluate):

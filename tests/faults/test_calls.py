@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import on_processes
-from tiers import tiers
+from tiers import by_turns, tiers
 from torch import nn
 from torch.nn import functional as F
 from transports import ON_PROCESSES
@@ -176,9 +176,10 @@ def train(batches: list[int], transport: str, clips: list[float | None], later: 
     return "nothing"
 
 
-@pytest.mark.parametrize("clip", [None, 1e-6])
-@pytest.mark.parametrize("longer", [0, 1])
-@pytest.mark.parametrize("transport", ON_PROCESSES)
+@pytest.mark.parametrize(
+    ("transport", "longer", "clip"),
+    by_turns(ON_PROCESSES, [0, 1], [None, 1e-6], fast=[("shared", 1, None), ("distributed", 0, 1e-6)]),
+)
 def test_a_rank_that_has_more_batches(transport: str, longer: int, clip: float | None) -> None:
     """If it was rank 1, both ranks waited for the timeout and then told of a deadlock.
 
@@ -190,8 +191,10 @@ def test_a_rank_that_has_more_batches(transport: str, longer: int, clip: float |
         assert f"rank {longer} was in train_steps({'' if clip is None else 'clip=1e-06'})" in said
 
 
-@pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("clips", [[1.0, 2.0], [None, 2.0]])
+@pytest.mark.parametrize(
+    ("clips", "later"),
+    by_turns([[1.0, 2.0], [None, 2.0]], [False, True], fast=[([1.0, 2.0], True), ([None, 2.0], False)], one_in=1),
+)
 def test_ranks_that_clip_differently(clips: list[float | None], later: bool) -> None:
     """Some would take an update back that others leave as it is, and their messages would no longer belong together.
 
@@ -206,7 +209,7 @@ def test_ranks_that_clip_differently(clips: list[float | None], later: bool) -> 
         )
 
 
-@pytest.mark.parametrize("ranks", tiers(3, 2))
+@pytest.mark.parametrize("ranks", tiers(2, 3))
 def test_calls_of_a_training_loop(ranks: int) -> None:
     usual = {"step()", "evaluate()", "clip_grad_norm_(1)", "save()"}
     check([case for case in table(ranks) if usual.issuperset(case)], ON_PROCESSES)

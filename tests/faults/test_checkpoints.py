@@ -206,6 +206,7 @@ def save_until_a_replica_dies(say: Say, folder: str, exchanges: int) -> None:
         say((failure.rank, failure.replica))
 
 
+@pytest.mark.slow
 def test_a_replica_that_dies_in_the_middle_of_a_save_is_named(tmp_path: Path) -> None:
     """Replicas used to meet in a collective of torch's, after all had said that they were there. One that died in
     between was an error of gloo's, which names nobody."""

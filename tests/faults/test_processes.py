@@ -24,7 +24,7 @@ from faults.traps import (
     trapped,
 )
 from processes import Ending, launch
-from tiers import slow_if
+from tiers import mostly_slow, slow_if
 from torch import nn
 from transports import ON_PROCESSES
 
@@ -140,7 +140,7 @@ def check_raised(endings: list[Ending], family: str, stages: int, places: list[t
             assert told - rows[rank][0] < SOON
 
 
-@pytest.mark.parametrize("transport", ON_PROCESSES)
+@pytest.mark.parametrize("transport", mostly_slow(ON_PROCESSES, "shared"))
 def test_an_error_on_any_rank_reaches_all_and_the_next_step_is_exact(transport: str) -> None:
     places = [(stage, where, 1) for stage in (0, 1, 3) for where in ("forward", "backward")] + [(3, "loss", 2)]
     check_raised(launch(RANKS, raise_here_and_there, "1f1b", 4, places, transport), "1f1b", 4, places)
@@ -246,7 +246,7 @@ def check_lost(endings: list[Ending], victim: int, within: float) -> float:
     return slowest
 
 
-@pytest.mark.parametrize("transport", ON_PROCESSES)
+@pytest.mark.parametrize("transport", mostly_slow(ON_PROCESSES, "distributed"))
 def test_a_killed_rank_is_named_by_all_others_at_once(transport: str) -> None:
     endings = launch(RANKS, lose, 2, "forward", KILL, TIMEOUT, transport)
     check_lost(endings, 2, SOON)

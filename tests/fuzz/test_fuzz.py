@@ -75,6 +75,7 @@ def test_what_is_left_out_is_not_drawn() -> None:
         assert not case.has("Count", "Mean", "BatchNorm", "Calls", "Seen", "Drop", "Noise")
 
 
+@pytest.mark.slow
 def test_smaller_cases_are_smaller_and_never_lead_back() -> None:
     for seed in (*range(20), *(seed for seed in range(400) if draw(seed).shared)):
         case = draw(seed)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from compat.torchgpipe.models import CHUNKS, batches, cells, in_chunks, unet
 from processes import on_processes
-from tiers import mostly_slow
+from tiers import by_turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -47,8 +47,10 @@ def losses(model: nn.Module, pipe: penstock.Pipeline | None) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("recompute", mostly_slow(["never", "always"], "never"))
-@pytest.mark.parametrize(("schedule", "stages"), mostly_slow(SCHEDULES, ("1f1b", 8), ("zb-h1", 4), ("zb-v", 8)))
+@pytest.mark.parametrize(
+    ("schedule", "stages", "recompute"),
+    by_turns(SCHEDULES, ["never", "always"], fast=[("1f1b", 8, "never"), ("zb-v", 8, "never")]),
+)
 def test_a_u_net_trains_as_in_a_plain_loop(schedule: str, stages: int, recompute: str) -> None:
     model, plain = unet(), unet()
     ranks = {} if stages == 4 or schedule == "1f1b" else {"ranks": 4}

@@ -59,7 +59,7 @@ def test_the_listed_families_train_as_in_one_process(family: str, stages: int, s
 @pytest.mark.parametrize(
     ("family", "stages", "schedule"),
     [  # by turns
-        pytest.param(family, *cut, marks=slow_if((row + 4 * column) % 8 == 0))
+        pytest.param(family, *cut, marks=slow_if((row + 8 * column) % 16 == 0))
         for row, family in enumerate(sorted(set(EVERY) - set(LISTED)))
         for column, cut in enumerate(CUTS[1::2])
     ],
@@ -73,7 +73,7 @@ def test_a_real_model_is_recomputed_as_in_one_process(family: str) -> None:
     check(family, 2, "1f1b", recompute="always")
 
 
-@pytest.mark.parametrize("family", ["Llama", "Bert"])
+@pytest.mark.parametrize("family", mostly_slow(["Llama", "Bert"], "Llama"))
 def test_a_hugging_face_model_with_gradient_checkpointing_trains_as_without(family: str) -> None:
     model, batch = make(family)
     model.gradient_checkpointing_enable()  # type: ignore[operator]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from tiers import mostly_slow
+from tiers import by_turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -62,7 +61,7 @@ WAYS = ("never", "except_last", "always")
 FEW = [(family, WAYS[row % 3]) for row, family in enumerate(TRAINING)]  # each family once, and each way
 
 
-@pytest.mark.parametrize(("family", "recompute"), mostly_slow(product(TRAINING, WAYS), *FEW))
+@pytest.mark.parametrize(("family", "recompute"), by_turns(TRAINING, WAYS, fast=FEW[::2]))
 def test_a_pipeline_is_exact_with_dropout_buffers_extra_losses_and_keywords(family: str, recompute: str) -> None:
     found = check(schedule=family, recompute=recompute)
     assert found.output == found.loss == found.buffer == 0.0

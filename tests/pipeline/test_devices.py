@@ -66,7 +66,7 @@ def kinds_of_links(folder: str, defaults: Any) -> list[list[list[float]]]:
     return [train(f"{folder}/{number}", *each) for number, each in enumerate(defaults)]
 
 
-@pytest.mark.parametrize("transport", mostly_slow(["shared", "distributed"], "distributed"))
+@pytest.mark.parametrize("transport", mostly_slow(["shared", "distributed"], "shared"))
 def test_a_default_device_or_dtype_of_the_user_changes_nothing_of_ours_on_processes(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

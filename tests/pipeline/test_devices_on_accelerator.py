@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import pytest
 from accelerator.harness import NAMES, on_device, on_ranks
-from tiers import mostly_slow
+from tiers import by_turns, mostly_slow
 from torch import nn
 
 import penstock
@@ -88,7 +87,7 @@ def every_family(drawing: bool) -> dict[str, str]:
     return wrong
 
 
-@pytest.mark.parametrize(("drawing", "name"), mostly_slow([*product([False, True], NAMES)], (True, "pretend")))
+@pytest.mark.parametrize(("drawing", "name"), by_turns([False, True], NAMES))
 def test_every_family_computes_what_a_plain_loop_on_one_device_does(drawing: bool, name: str) -> None:
     outcome = on_device(every_family, drawing, name=name)
     assert outcome.value == {}
@@ -131,7 +130,7 @@ def places() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_a_model_goes_where_its_ranks_are_and_stays_where_it_was_put(name: str) -> None:
     outcome = on_device(places, name=name)
     assert outcome.value == {
@@ -207,7 +206,7 @@ def same_masks(one: list[Any], other: list[Any]) -> bool:
     return all(a[0] == b[0] and torch.equal(a[1], b[1]) and torch.equal(a[2], b[2]) for a, b in pairs)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_a_recomputed_forward_draws_what_the_first_one_drew(name: str) -> None:
     """Whether a forward draws was judged by the generator of the CPU alone: on devices, 0 of 8 masks came again."""
     once = on_device(masks, "1f1b", "never", name=name).value
@@ -235,7 +234,7 @@ def kept_on_failure() -> list[bool]:
     return [torch.equal(one, other) for one, other in zip(own, now, strict=True)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_a_step_that_fails_puts_the_users_generators_back(name: str) -> None:
     assert on_device(kept_on_failure, name=name).value == [True] * 9
 
@@ -266,7 +265,7 @@ def dropouts_of_a_replayed_model() -> list[list[float]]:
     return [losses(stages, "auto") for stages in (1, 2, 4)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_dropout_of_a_replayed_model_does_not_depend_on_the_cut(name: str) -> None:
     one, two, four = on_device(dropouts_of_a_replayed_model, name=name).value
     assert two == pytest.approx(one, rel=1e-6)
@@ -318,7 +317,7 @@ def parities() -> list[bool]:
     ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_parity_compares_on_devices(name: str) -> None:
     assert on_device(parities, name=name).value == [True] * 3
 
@@ -337,7 +336,7 @@ def on_processes_of_a_group(drawing: bool, devices: Any) -> tuple[list[float], l
     return trained(model, x, y, stages=2, schedule="gpipe", devices=devices)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_a_process_takes_the_device_of_its_local_rank(name: str) -> None:
     outcomes = on_ranks(2, on_processes_of_a_group, True, "auto", name=name)
     assert [outcome.value[2] for outcome in outcomes] == [{f"{name}:0"}, {f"{name}:1"}]
@@ -395,7 +394,7 @@ def from_pinned_memory() -> float:
     return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
 def test_batches_are_copied_beside_the_kernels_and_there_in_time(name: str) -> None:
     """Without the wait for the copies this has 128 races, without `record_stream` 6."""
     outcome = on_device(from_pinned_memory, name=name)

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import mostly_slow
+from tiers import by_turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
 from penstock import Microbatches
 from penstock.errors import RunError
-from penstock.runtime.state import contents
+from penstock.runtime.state import tensor_snapshots
 from penstock.schedule.builders import TRAINING
 
 
@@ -54,7 +54,7 @@ def state(pipe: penstock.Pipeline) -> list[Any]:
     return [gradients, kept, torch.get_rng_state(), modes]
 
 
-@pytest.mark.parametrize("schedule", mostly_slow(TRAINING, "1f1b", "looped-bfs", "zb-v"))
+@pytest.mark.parametrize("schedule", by_turns(TRAINING, fast=["looped-bfs", "zb-v"]))
 def test_before_between_and_after_training_at_any_batch_size(schedule: str) -> None:
     pipe, undisturbed = pipeline(schedule), pipeline(schedule)
     x, y = torch.randn(6, 4), torch.randn(6, 4)
@@ -170,7 +170,7 @@ class Writes(nn.Module):
 
 
 def test_layers_that_write_in_eval_mode_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "LARGE_BYTES", 64 * 1024)
+    monkeypatch.setattr(tensor_snapshots, "LARGE_BYTES", 64 * 1024)
     first = Writes()
     pipe = penstock.Pipeline([first, Writes()], microbatches=3, loss_fn=F.mse_loss)
     x, y = torch.randn(6, 4), torch.randn(6, 4)

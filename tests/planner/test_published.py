@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tiers import slow_if
 
 from penstock.planner.candidates import PlanCandidate
 from penstock.planner.cluster import Cluster
@@ -111,8 +112,9 @@ def predicted_seconds(row: Row, profile: Profile, efficiency: float | None = Non
     return best.seconds
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(ROWS)), ids=NAMES)
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, id=name, marks=slow_if(number % 3 == 0)) for number, name in enumerate(NAMES)]
+)
 def test_one_efficiency_predicts_every_published_run_within_ten_percent(number: int) -> None:
     row, profile = ROWS[number], profile_of(number)
     published = float(row["tflops"])

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import mostly_exhaustive
 from warm import warm_commands
 
 from penstock.train import dry_run
@@ -120,6 +121,22 @@ def test_divided_tensors_are_said_to_be_counted_whole() -> None:
     assert note.startswith("activations are an upper bound: tensors inside layers are divided by mesh.tp, 2")
 
 
+@pytest.mark.slow
+def test_a_model_whose_weights_are_in_a_folder_is_measured_with_zeros(
+    tmp_path: Path, settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are not read for that, so the pieces that are timed are those of the pipeline."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.setattr(dry_run, "process_bytes", lambda *_, forked: 0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=256, **shape)).save_pretrained(tmp_path / "llama")
+    own = [each for each in settings if not each.startswith("model.")]
+    plan = make_plan(load_config(None, [*own, f"model.source=huggingface:{tmp_path / 'llama'}"]))
+    assert plan.measured
+    assert all(row.activations for row in plan.memory)
+
+
 RUNS = {
     "ema": ["training.ema=0.99"],
     "recompute": ["pipeline.recompute=always", "optimizer.name=sgd"],
@@ -128,8 +145,7 @@ RUNS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", mostly_exhaustive(RUNS, "ema", "except_last", "zb-v"))
 def test_the_run_itself_reports_what_was_predicted(
     settings: list[str], tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

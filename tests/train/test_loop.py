@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import mostly_slow
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -27,7 +28,7 @@ from penstock.train.generation.opening import open_writer
 from penstock.train.generation.sampling import Sampling
 from penstock.train.launch.stopping import INTERRUPTED, Stop
 from penstock.train.run.metrics import Metrics, read_metrics
-from penstock.train.run.progress import Pace, Progress, Reading, of_time
+from penstock.train.run.progress import Pace, Progress, StepFigures, of_time
 from penstock.train.run.run_folder import RunFolder
 from penstock.train.updates.nonfinite import NonFinite
 from penstock.train.updates.rate import rate_at
@@ -95,6 +96,7 @@ def test_it_learns_and_says_where_things_are(tmp_path: Path, text: Path, capsys:
     assert kept == {f"step-{n:08}" for n in (20, 40, 60)} | {find_checkpoint(folder.root / "best").name}
 
 
+@pytest.mark.slow
 def test_packed_rows_that_are_streamed_go_on_at_the_exact_row(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     lengths = [(number * 7) % 15 + 2 for number in range(60)]
@@ -112,7 +114,8 @@ def test_packed_rows_that_are_streamed_go_on_at_the_exact_row(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "change", [[], ["model.options.dropout=0.2", "training.accumulate=2", "pipeline.schedule=zb-v"]]
+    "change",
+    mostly_slow([[], ["model.options.dropout=0.2", "training.accumulate=2", "pipeline.schedule=zb-v"]], []),
 )
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, text: Path, change: list[str]) -> None:
     whole = config_of(tmp_path, text, f"output={tmp_path / 'whole'}", "evaluation.every=2", *change)
@@ -476,10 +479,10 @@ def test_metrics_are_json_lines_without_nan(tmp_path: Path) -> None:
 
 
 def test_without_a_terminal_progress_is_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    reading = Reading(2, 30, 1.5, 1e-3, 0.25, 1234.5, 5_000_000, 0.25, 65.0)
+    reading = StepFigures(2, 30, 1.5, 1e-3, 0.25, 1234.5, 5_000_000, 0.25, 65.0)
     progress = Progress(sys.stdout, 2)
     for step in range(1, 5):
-        progress.show(Reading(**{**reading.__dict__, "step": step}))
+        progress.show(StepFigures(**{**reading.__dict__, "step": step}))
     progress.close()
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["2/30", "4/30"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import mostly_exhaustive
 from torch.nn import functional as F
 from train_jobs import StopAt
 
@@ -105,16 +106,18 @@ def plain_losses(config: TrainConfig, frozen: str) -> list[float]:
     return found
 
 
-@pytest.mark.slow
+RUNS: list[Any] = [
+    ("qwen2", "model.embed_tokens.weight", ["data.packing=true", "data.streaming=true"]),
+    ("mistral", "model.norm.weight", ["data.packing=true"]),
+    ("gpt2", "transformer.wpe.weight", ["data.packing=true"]),
+    ("gpt2", "transformer.wpe.weight", ["data.streaming=true"]),
+    ("mistral", "model.norm.weight", ["data.max_tokens=32"]),
+]
+
+
 @pytest.mark.parametrize(
     ("kind", "frozen", "settings"),
-    [
-        ("qwen2", "model.embed_tokens.weight", ["data.packing=true", "data.streaming=true"]),
-        ("mistral", "model.norm.weight", ["data.packing=true"]),
-        ("gpt2", "transformer.wpe.weight", ["data.packing=true"]),
-        ("gpt2", "transformer.wpe.weight", ["data.streaming=true"]),
-        ("mistral", "model.norm.weight", ["data.max_tokens=32"]),
-    ],
+    mostly_exhaustive(RUNS, RUNS[0], RUNS[3], RUNS[4]),
     ids=["qwen2-packed-streaming", "mistral-packed", "gpt2-packed", "gpt2-padded-streaming", "mistral-by-tokens"],
 )
 def test_a_run_that_was_stopped_has_the_losses_of_documents_alone(

@@ -86,9 +86,11 @@ def test_ranks_that_are_processes_train_on_the_device_of_their_local_rank(tmp_pa
     assert [outcome.races for outcome in outcomes] == [[], []]
     rows = outcomes[0].value["memory"]
     assert [row["process"] for row in rows] == [outcome.value["used"][rank] for rank, outcome in enumerate(outcomes)]
+    # Messages have memory of their own: how many of a step's are there at once depends on who is ahead of whom.
+    messages = 2 * 4 * (2 * 16 * 16 * 4)
     for row in rows:
         assert row["activations"] > 0
-        assert row["tensors"] == pytest.approx(row["process"], rel=0.05)  # messages have memory of their own
+        assert 0.95 * row["process"] - messages <= row["tensors"] <= row["process"]
 
 
 def dry_run(folder: str, limit: int) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.schedule import FAMILIES, Costs, Placement, Schedule, build, simulate
 from penstock.schedule.files.drawing import cells_of
 from penstock.schedule.proof.verify import faults
-from penstock.schedule.timing.bounds import lower_bound
+from penstock.tools.search.bounds.lower_bound import lower_bound
 
 # Times that are sums of powers of two, so that the two languages add them up without rounding.
 TIMES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0)

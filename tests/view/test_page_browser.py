@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from chromium import Browser
 from recorded import pipeline, record
+from tiers import by_turns
 
 from penstock.schedule import Costs, build, simulate
 from penstock.view.curve import Curve
@@ -93,8 +94,10 @@ def test_notes_come_first_and_the_loss_is_drawn(browser: Browser, folder: Path) 
     assert not browser.run('document.querySelector("#loss")')
 
 
-@pytest.mark.parametrize("name", ["one", "two", "large", "seven", "wide"])
-@pytest.mark.parametrize(("width", "dark"), [(1300, False), (1300, True), (390, False)])
+@pytest.mark.parametrize(
+    ("name", "width", "dark"),
+    by_turns(["one", "two", "large", "seven", "wide"], [(1300, False), (1300, True), (390, False)], one_in=3),
+)
 def test_it_loads_without_a_word_on_the_console_and_fits(
     browser: Browser, folder: Path, name: str, width: int, dark: bool
 ) -> None:

@@ -71,7 +71,7 @@ class Checkpointer:
         self._under_way: list[tuple[Saving, Submitted]] = []
         self._failed: BaseException | None = None  # what went wrong in the background, until it is raised
         self._bodies: list[Body] = []  # free ones
-        self._pipe: weakref.ref[Pipeline] | None = None  # of the last save
+        self._pipe: weakref.ref[Pipeline] | None = None  # The pipeline of the last save.
         self._seen = False  # every process has seen a directory that process 0 made
         self._closed = False
         self._log_skipped = SkippedLog()
@@ -153,7 +153,9 @@ class Checkpointer:
             ) from error
 
     def _agree(self, processes: Processes, step: int, pipe: Pipeline, given: Given) -> Saving | None:
-        """All processes: what is saved, by whom and where. None where earlier saves must be seen to first."""
+        """Agree between all processes on what is saved, by whom and where. None where earlier saves must be seen to
+        first.
+        """
         made: list[CheckpointFolder] = []
 
         def look() -> tuple[tuple[Saved, Any], Any]:
@@ -220,7 +222,7 @@ class Checkpointer:
         raise CheckpointError(f"process {number}: {text}", path=self.directory) from mine
 
     def _collect(self, leave: int, seconds: float | None = None) -> bool:
-        """Whether at most `leave` saves are under way, after so long a wait; an error of the others is kept."""
+        """Return whether at most `leave` saves are under way, after so long a wait; an error of the others is kept."""
         while self._under_way and (len(self._under_way) > leave or self._under_way[0][1].done()):
             saving, future = self._under_way[0]
             try:
@@ -250,7 +252,7 @@ class Checkpointer:
     # -- finding and loading
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, or `None`. Damaged ones are skipped; the first process logs each once."""
+        """Return the newest complete checkpoint, or `None`. Damaged ones are skipped and logged once."""
         path, problems = find_newest(self.directory)
         self._log_skipped(problems)
         return path

@@ -22,7 +22,7 @@ class Change:
     name: str
     what: str
     largest: float | None = None  # the largest absolute difference
-    share: float | None = None  # of entries that differ
+    share: float | None = None  # Share of entries that differ.
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Difference:
 
 
 def compare(one: str | os.PathLike[str], other: str | os.PathLike[str], *, everything: bool = False) -> Difference:
-    """Model and optimizer; with `everything`, also what processes keep for themselves, such as generators."""
+    """Compare model and optimizer; with `everything`, also what processes keep for themselves, such as generators."""
     (first, left), (second, right) = open_whole(Path(one)), open_whole(Path(other))
     keys = [key for key in left.tensors | right.tensors if everything or key.startswith(SECTIONS)]
     changes = [change for key in keys if (change := _change(key, left, right)) is not None]
@@ -66,7 +66,7 @@ def _change(key: str, left: CheckpointContents, right: CheckpointContents) -> Ch
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Bits, so that a NaN equals itself."""
+    """Return the bits, so that a NaN equals itself."""
     return tensor.reshape(-1).view(torch.uint8)
 
 

@@ -75,7 +75,7 @@ def export(
 
 
 def _tokenizer_of(manifest: Manifest) -> str | None:
-    """The tokenizer that a run of `penstock train` was configured with, if it is still where it was."""
+    """Return the tokenizer that a run of `penstock train` was configured with, if it is still where it was."""
     config = manifest.config if isinstance(manifest.config, dict) else {}
     data = config.get("data")
     named = data.get("tokenizer") if isinstance(data, dict) else None
@@ -103,7 +103,7 @@ class _Export:
         self._entries = [self._entry(name, stored) for name, stored in sorted(names.items())]
 
     def _base_folder(self, keys: list[str]) -> PretrainedFolder | None:
-        """Where the weights are that a checkpoint of adapters leaves out."""
+        """Return the folder with the weights that a checkpoint of adapters leaves out."""
         if not all(map(is_adapter, keys)):
             return None
         folder = self._origin.get("folder", "")
@@ -128,7 +128,7 @@ class _Export:
             value = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
             self._base(name, value)
             layer, _, last = name.rpartition(".")
-            name = f"{layer}.base_layer.{last}"  # as it is called where there is an adapter beside it
+            name = f"{layer}.base_layer.{last}"  # Its name where there is an adapter beside it.
         else:
             value = self._saved(name)
         if self._merge:

@@ -14,7 +14,7 @@ from penstock.devices import accelerator, generators
 
 
 def _numpy() -> Any:
-    """numpy, if something has loaded it; else nobody can have drawn from it."""
+    """Return numpy, if something has loaded it; else nobody can have drawn from it."""
     return sys.modules.get("numpy")
 
 
@@ -27,7 +27,7 @@ def seed_generators(seed: int) -> None:
 
 
 def states_of_generators() -> dict[str, Any]:
-    """Where every generator stands now."""
+    """Return where every generator stands now."""
     version, numbers, gauss = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -47,7 +47,8 @@ def check_states(states: dict[str, Any]) -> None:
             raise ValueError(f"the state of a device's generator is {str(state)[:40]}, not bytes")
     random.Random().setstate(_of_python(states))
     if "numpy" in states and (numpy := _numpy()):
-        copy.deepcopy(numpy.random.mtrand._rand).set_state(_of_numpy(states))  # of the same kind
+        # A copy of the same kind takes the state first.
+        copy.deepcopy(numpy.random.mtrand._rand).set_state(_of_numpy(states))
 
 
 def restore_generators(states: dict[str, Any]) -> None:
@@ -78,7 +79,7 @@ def _of_numpy(states: dict[str, Any]) -> Any:
 
 
 def _exchanged(state: Any, kind: type, other: Callable[[Any], Any]) -> Any:
-    """A state of nested dicts with its arrays as tensors, or the other way round."""
+    """Turn a state of nested dicts with arrays into one with tensors, or the other way round."""
     if isinstance(state, dict):
         return {key: _exchanged(value, kind, other) for key, value in state.items()}
     return other(state) if isinstance(state, kind) else state

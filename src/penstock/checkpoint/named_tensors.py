@@ -36,7 +36,7 @@ class Saved:
         self._stored: Counter[str] = Counter()
 
     def add(self, section: str, value: Any, place: str, owner: str = "") -> Any:
-        """JSON for a value; its tensors get keys that begin with `owner` and the section."""
+        """Encode a value as JSON; its tensors get keys that begin with `owner` and the section."""
 
         def store_tensor(tensor: Tensor) -> str:
             key = f"{owner}{section}.{self._stored[owner + section]}"
@@ -47,7 +47,7 @@ class Saved:
         return encode(value, store_tensor, place)
 
     def add_model(self, pipe: Pipeline, leave_out: Callable[[str], bool] | None = None) -> None:
-        """Parameters, persistent buffers and extra state of this process's stages, without what is left out.
+        """Add parameters, persistent buffers and extra state of this process's stages, without what is left out.
 
         Replicas have the same parameters, but buffers of their own: the model's are those of the first.
         """
@@ -97,7 +97,7 @@ class Saved:
 
 
 def optimizers_of(optimizer: Any) -> Optimizers:
-    """The optimizers that were passed: a list of them, one, or none."""
+    """Return the optimizers that were passed: a list of them, one, or none."""
     found = [] if optimizer is None else list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     for each in found:
         if not isinstance(each, torch.optim.Optimizer):
@@ -122,13 +122,15 @@ def class_of(optimizers: Optimizers) -> str:
 
 
 def section_of(pipe: Pipeline, name: str) -> str:
-    """Of which part of a checkpoint a name is: the model, which other programs may want, or the loss function."""
+    """Return the part of a checkpoint that a name is of: the model, which other programs may want, or the loss
+    function.
+    """
     loss = pipe.deployment.staged.loss
     return "loss" if loss is not None and name in loss.names.values() else "model"
 
 
 def model_entries(pipe: Pipeline) -> Iterator[tuple[str, Any]]:
-    """(name, value) of all that the stages of this process have in their state, each name once."""
+    """Yield (name, value) of all that the stages of this process have in their state, each name once."""
     others, seen = pipe.state.first_names(), set()
     for holding in pipe.deployment.holdings():
         for name, value in holding.module.state_dict(keep_vars=True).items():

@@ -52,14 +52,14 @@ class Processes:
         return self.number == 0
 
     def exchange(self, value: Any) -> list[Any]:
-        """What every process says, by its number; all must make the same call."""
+        """Return every process's value, by its number; all must make the same call."""
         mine = self._world.all_gather(self._call, (self.number, value))
         pipelines = self._replication.all_gather(self._call, mine)
         answers = dict(each for pipeline in pipelines for each in pipeline)
         return [answers[number] for number in range(self.count)]
 
     def lost(self) -> Exception | None:
-        """The loss of a peer, if one is known; from any thread."""
+        """Return the loss of a peer, if one is known; from any thread."""
         lost: Exception | None = None if self._transport is None else self._transport.broken
         return self._replication.broken if lost is None else lost
 
@@ -86,7 +86,7 @@ class Processes:
 
 
 def _has_other_axes(pipe: Pipeline) -> bool:
-    """Whether the pipeline's mesh is more than the pipeline's own axis; then it must have all processes."""
+    """Return whether the pipeline's mesh is more than the pipeline's own axis; then it must have all processes."""
     mesh = pipe.composition.axes.mesh
     if mesh is None or mesh.size() == dist.get_world_size(pipe.deployment.world.group):
         return False

@@ -57,7 +57,7 @@ def bench(name: Name = None, rest: Rest = None, as_json: AsJson = False) -> None
 
 
 def _benches() -> dict[str, Path]:
-    """Every bench by its name, in the alphabet's order."""
+    """Return every bench by its name, in the alphabet's order."""
     folder = find_folder(PLACES, "common.py", "the benches")
     return {path.stem: path for path in sorted(folder.glob("*.py")) if _defines_main(path)}
 
@@ -98,7 +98,7 @@ def _check_needs(path: Path) -> None:
 
 
 def _imported(path: Path) -> set[str]:
-    """The packages that a bench imports wherever in it, itself or through its neighbours."""
+    """Return the packages that a bench imports wherever in it, itself or through its neighbours."""
     found: set[str] = set()
     read: set[Path] = set()
     waiting = [path]
@@ -123,7 +123,7 @@ def _roots(tree: ast.Module) -> Iterator[str]:
 
 
 def _requirement(name: str) -> str:
-    """What to ask pip for: the versions that Penstock declares, where it does."""
+    """Return what to ask pip for: the versions that Penstock declares, where it does."""
     try:
         declared = importlib.metadata.requires("penstock") or []
     except importlib.metadata.PackageNotFoundError:  # run from its source

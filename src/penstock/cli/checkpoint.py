@@ -17,7 +17,8 @@ from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson
 from penstock.errors import CheckpointError, UsageError
 from penstock.reading import read_json
-from penstock.view.figures import bytes_text, table
+from penstock.schedule.files.drawing import table
+from penstock.view.figures import bytes_text
 
 checkpoint = typer.Typer(
     name="checkpoint",
@@ -163,7 +164,9 @@ def export(
 
 
 def _auto_class(folder: Path) -> str:
-    """The class of transformers that loads the model with what its configuration names, such as a language model."""
+    """Return the class of transformers that loads the model with what its configuration names, such as a language
+    model.
+    """
     try:
         named = read_json(folder / "config.json").get("architectures")
     except OSError:

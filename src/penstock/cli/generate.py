@@ -77,7 +77,8 @@ def generate(
     encode = writer.codec.encode_question if questions else writer.codec.encode
     pieces = _pieces(writer, [encode(begin) for begin in begins], count, sampling)
     if len(begins) == 1 and not as_json:
-        unsaid = "" if questions else begins[0]  # until the first token is there: what is refused says nothing else
+        # Nothing is written before the first token exists: a request that is refused writes only why.
+        unsaid = "" if questions else begins[0]
         for _, text in pieces:
             sys.stdout.write(visible(unsaid + text) if sys.stdout.isatty() else unsaid + text)
             sys.stdout.flush()
@@ -95,8 +96,10 @@ def generate(
 
 
 def _pieces(writer: Any, prompts: list[list[int]], count: int, sampling: Any) -> Any:
-    """(row, text) as they come."""
-    readers = [writer.codec.reader() for _ in prompts]
+    """Yield (row, text) as they come."""
+    from penstock.train.generation.codec import Reader  # loads torch
+
+    readers = [Reader(writer.codec) for _ in prompts]
     for row, token in writer.continue_rows(prompts, count, sampling):
         yield row, "" if token == writer.codec.end else readers[row].add(token)
     for row, reader in enumerate(readers):

@@ -64,7 +64,7 @@ class Lanes:
         self._letters = str.maketrans({} if plain else PRETTY)
 
     def draw(self, events: Iterable[LaneEvent]) -> Iterator[Text]:
-        """The lines; the ranks' numbers stand above whenever lanes begin anew."""
+        """Yield the lines; the ranks' numbers stand above whenever lanes begin anew."""
         inside = False
         for event in events:
             if event.source is None:

@@ -30,7 +30,7 @@ from penstock.view.figures import counted, visible
 
 
 def write(text: str, stream: TextIO | None = None) -> None:
-    """One piece of output and a line end; nothing at all once the reader is gone."""
+    """Write one piece of output and a line end; nothing at all once the reader is gone."""
     name = "stderr" if stream is sys.stderr else "stdout"
     stream = stream or sys.stdout
     try:
@@ -48,7 +48,7 @@ def write(text: str, stream: TextIO | None = None) -> None:
 
 
 def writes(text: str) -> bool:
-    """Has stdout these letters? A terminal without UTF-8 does not."""
+    """Return whether stdout has these letters: a terminal without UTF-8 does not."""
     with suppress(UnicodeEncodeError):
         return bool(text.encode(sys.stdout.encoding or "utf-8"))
     return False
@@ -61,7 +61,7 @@ def _close(stream: TextIO) -> None:
 
 
 def write_json(document: object) -> None:
-    """A document for a machine, on stdout. JSON has no infinity: numbers that overflowed are refused."""
+    """Write a document for a machine to stdout. JSON has no infinity: numbers that overflowed are refused."""
     try:
         text = json.dumps(document, indent=2, allow_nan=False)
     except ValueError:
@@ -80,12 +80,12 @@ def document_of(fault: Fault) -> dict[str, Any]:
 
 
 def write_faults(title: str, faults: Sequence[Fault], stream: TextIO | None = None) -> None:
-    """Every fault on its own line, under a line that counts them."""
+    """Write every fault on its own line, under a line that counts them."""
     write("\n".join([f"{title}: {counted(len(faults), 'fault')}", *(f"  {fault}" for fault in faults)]), stream)
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose errors become messages and exit codes; a dataclass among its parameters is an option per field.
+    """Turn a command's errors into messages and exit codes; a dataclass among its parameters is an option per field.
 
     So options that several commands have are listed once, and read as one value.
     """
@@ -112,7 +112,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(1) from None
         except UsageError as error:
             refuse(str(error))
-        except PenstockError as error:  # of work that was under way: no fault of how it was called
+        except PenstockError as error:  # Work was under way: it is no fault of how it was called.
             complain(str(error))
             raise typer.Exit(1) from None
         except OSError as error:
@@ -128,7 +128,7 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _signature(command: Callable[..., None], hints: Mapping[str, Any], groups: Mapping[str, Any]) -> inspect.Signature:
-    """What typer reads: the fields of a group stand where the group does."""
+    """Return the signature that typer reads: the fields of a group stand where the group does."""
     found: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
         if name not in groups:
@@ -147,19 +147,19 @@ def refuse(message: str) -> NoReturn:
 
 
 def paints() -> bool:
-    """May stdout take colours? Not a pipe, a dumb terminal or under NO_COLOR."""
+    """Return whether stdout may take colours: a pipe or a dumb terminal may not, nor anything under NO_COLOR."""
     console = Console()
     return console.is_terminal and console.color_system is not None and not console.no_color
 
 
 def terminal_width() -> int | None:
-    """The columns of the terminal on stdout; None for a pipe or file, where nothing is wrapped."""
+    """Return the columns of the terminal on stdout; None for a pipe or file, where nothing is wrapped."""
     console = Console()
     return console.width if console.is_terminal else None
 
 
 def rendered(what: Any, width: int, **print_options: Any) -> str:
-    """What rich draws on stdout, as text; coloured where stdout takes colours."""
+    """Render what rich draws on stdout, as text; coloured where stdout takes colours."""
     colour = paints()
     console = Console(width=width, force_terminal=colour, no_color=not colour, highlight=False)
     with console.capture() as captured:
@@ -180,14 +180,14 @@ def working(what: str) -> Iterator[None]:
 
 
 def fold(text: str, width: int | None) -> str:
-    """Wrapped to the terminal, further lines indented; as it is for a pipe."""
+    """Wrap a text to the terminal, further lines indented; leave it as it is for a pipe."""
     if width is None:
         return text
     return textwrap.fill(text, max(width, 20), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def shortened(items: Iterable[object], most: int = 24) -> str:
-    """The items in a line; of more than `most`, the first and last few and how many there are."""
+    """List the items in a line; of more than `most`, the first and last few and how many there are."""
     texts = [str(item) for item in items]
     if len(texts) <= most:
         return " ".join(texts)
@@ -195,5 +195,5 @@ def shortened(items: Iterable[object], most: int = 24) -> str:
 
 
 def number(value: float) -> str:
-    """Six digits at most, and no trailing zeros."""
+    """Format a number with six digits at most, and no trailing zeros."""
     return f"{value:.6g}"

@@ -110,7 +110,7 @@ def plan(
 
 
 def _config(items: list[str] | None, trust: bool) -> Any:
-    """The configuration; a model's name stands for one that is otherwise the default."""
+    """Read the configuration; a model's name stands for one that is otherwise the default."""
     given = [
         f"model.source={item}" if item == "gpt" or (":" in item and "=" not in item) else item for item in items or ()
     ]

@@ -87,12 +87,12 @@ def _programs() -> list[Path]:
 
 
 def _name(path: Path) -> str:
-    """`02_broadcast.py` is called broadcast, `06_all_gather.py` all-gather."""
+    """Return a program's name: `02_broadcast.py` is called broadcast, `06_all_gather.py` all-gather."""
     return path.stem.partition("_")[2].replace("_", "-")
 
 
 def _find(name: str, programs: list[Path]) -> Path:
-    """A file of the reader's own; else by name, number or file name in any case."""
+    """Find a file of the reader's own; else by name, number or file name in any case."""
     if name.endswith(".py") and Path(name).is_file():
         return Path(name)
     plain = name.lower().removesuffix(".py").replace("_", "-")

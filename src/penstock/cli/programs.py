@@ -31,12 +31,12 @@ PATIENCE = 10.0  # seconds in which a program that is told to end may clean up
 
 
 def places_of(installed: str, checkout: str) -> tuple[Path, Path]:
-    """Where a folder of programs may be: below the package, where a wheel has it, or in a working copy."""
+    """Return where a folder of programs may be: below the package, where a wheel has it, or in a working copy."""
     return PACKAGE / installed, PACKAGE.parents[1] / checkout
 
 
 def find_folder(places: Sequence[Path], mark: str, what: str) -> Path:
-    """The first of the places that has the file `mark`."""
+    """Find the first of the places that has the file `mark`."""
     for place in places:
         if (place / mark).is_file():
             return place
@@ -45,17 +45,17 @@ def find_folder(places: Sequence[Path], mark: str, what: str) -> Path:
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    """A program's source, parsed; each file is read once."""
+    """Parse a program's source; each file is read once."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def title_of(path: Path) -> str:
-    """The first line of what a program says about itself."""
+    """Return the first line of a program's docstring."""
     return (ast.get_docstring(tree_of(path)) or path.name).partition("\n")[0]
 
 
 def write_list(entries: Sequence[tuple[str, str]]) -> None:
-    """A line for each label and its text, which on a terminal is wrapped beside the label."""
+    """Write a line for each label and its text, which on a terminal is wrapped beside the label."""
     widest = max(len(label) for label, _ in entries)
     width = terminal_width()
     for label, text in entries:
@@ -66,7 +66,7 @@ def write_list(entries: Sequence[tuple[str, str]]) -> None:
 
 
 def unknown(who: str, what: str, name: str, names: Sequence[str]) -> UsageError:
-    """The error that `who` has no such thing, with the nearest names and all of them."""
+    """Make the error that `who` has no such thing, with the nearest names and all of them."""
     near = difflib.get_close_matches(name.lower().replace("_", "-"), names, n=3, cutoff=0.5)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return UsageError(f"{who} has no {what} {name!r}{hint} (it has: {', '.join(names)})")
@@ -76,7 +76,7 @@ def unknown(who: str, what: str, name: str, names: Sequence[str]) -> UsageError:
 def started(
     command: Sequence[str], environment: Mapping[str, str] = os.environ, **streams: Any
 ) -> Iterator[subprocess.Popen[Any]]:
-    """A program that runs until this is left, by whichever way; then nobody of its process group is left either."""
+    """Run a program until this is left, by whichever way; then nobody of its process group is left either."""
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)

@@ -30,7 +30,7 @@ class ShownRun(NamedTuple):
 
 
 def is_run(source: str) -> bool:
-    """Is a recorded run meant, or a folder of some? Otherwise it is a schedule's name or file."""
+    """Return whether a recorded run is meant, or a folder of some; otherwise it is a schedule's name or file."""
     path = Path(source)
     return path.is_dir() or (path.suffix.lower() == ".json" and path.is_file() and _is_run(path))
 
@@ -41,12 +41,12 @@ def _is_run(path: Path) -> bool:
 
 
 def load_run(source: str) -> Timeline:
-    """A recorded run that must be one."""
+    """Load a recorded run; refuse anything else."""
     return load_recording(source).timeline
 
 
 def load_recording(source: str) -> ShownRun:
-    """A recorded run that must be one, with what is to be said about it."""
+    """Load a recorded run with the notes that belong to it; refuse anything else."""
     path = Path(source)
     if path.is_dir():
         found = [entry for entry in sorted(path.glob("*.json")) if entry.is_file() and _is_run(entry)]
@@ -75,7 +75,7 @@ def _alone(path: Path, folder: Path | None = None) -> ShownRun:
 
 
 def _median(source: str, paths: list[Path]) -> ShownRun:
-    """Several recordings of one schedule: the median one, and how far the others lie around it."""
+    """Choose the median of several recordings of one schedule, and describe how far the others lie around it."""
     timelines = [_load(path) for path in paths]
     first = timelines[0].schedule
     if any(timeline.schedule != first for timeline in timelines):

@@ -25,13 +25,13 @@ from penstock.view.run import sizes_of
 
 SUFFIXES = (".csv", ".json")
 MOST_SEARCHED = 4  # stages per rank that "auto" tries
-RANKS = 4  # where a name comes without sizes
+RANKS = 4  # A name that comes without sizes has these.
 FILE = "A file that is for another number is refused."
 MOST_COMPUTES = 15_000_000  # minutes and gigabytes; more than that is a slip of the keyboard
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """A reader of whole numbers of at least `least`, for an option."""
+    """Make a reader of whole numbers of at least `least`, for an option."""
 
     def number(text: str) -> int:
         try:
@@ -46,12 +46,12 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def count(help: str, *names: str, least: int = 1, metavar: str = "N") -> Any:
-    """An option that is a whole number; it is called as its parameter unless names are given."""
+    """Make an option that is a whole number; it is called as its parameter unless names are given."""
     return typer.Option(*names, parser=whole(least), metavar=metavar, help=help)
 
 
 def complete_source(incomplete: str) -> list[str]:
-    """Families for the shell's completion; it knows files by itself."""
+    """Complete families for the shell, which knows files by itself."""
     return [name for name in FAMILIES if name.startswith(incomplete.lower())]
 
 
@@ -78,7 +78,7 @@ class BatchSizes:
     ] = None
 
     def filled(self) -> tuple[int, int]:
-        """Ranks and microbatches; where they were not given, a few."""
+        """Return ranks and microbatches; where they were not given, a few."""
         ranks = RANKS if self.ranks is None else self.ranks
         return ranks, 2 * ranks if self.microbatches is None else self.microbatches
 
@@ -92,14 +92,14 @@ class Sizes(BatchSizes):
     ] = None
 
     def or_those_of(self, schedule: Schedule) -> Self:
-        """With the ranks and microbatches of a schedule, where none were given."""
+        """Take the ranks and microbatches of a schedule, where none were given."""
         return replace(
             self, ranks=self.ranks or schedule.ranks, microbatches=self.microbatches or schedule.microbatches
         )
 
 
 def is_file(source: str) -> bool:
-    """Is a file meant? Its ending or a folder says so, or that it is there."""
+    """Return whether a file is meant: its ending or a folder shows it, or that it exists."""
     path = Path(source)
     return path.suffix.lower() in SUFFIXES or os.sep in source or (path.is_file() and not _is_family(source))
 
@@ -111,7 +111,7 @@ def _is_family(source: str) -> bool:
 
 
 def read(source: str, sizes: Sizes) -> Schedule:
-    """The schedule that the arguments mean, not yet proved."""
+    """Read the schedule that the arguments mean, not yet proved."""
     if is_file(source):
         return _load(source, sizes)
     (ranks, microbatches), stages_per_rank = sizes.filled(), sizes.stages_per_rank
@@ -129,7 +129,7 @@ def read(source: str, sizes: Sizes) -> Schedule:
 
 
 def read_proved(source: str, sizes: Sizes) -> Schedule:
-    """The schedule that the arguments mean; what a file holds is proved first."""
+    """Read the schedule that the arguments mean; what a file holds is proved first."""
     schedule = read(source, sizes)
     if is_file(source):
         verify(schedule)
@@ -147,14 +147,14 @@ def check_steps(schedule: Schedule, steps: int) -> None:
 
 
 def read_one_of(source: str, sizes: Sizes) -> Schedule:
-    """The schedule of one of several sources, which its faults name."""
+    """Read the schedule of one of several sources, which its faults name."""
     with naming(source):
         return read_proved(source, sizes)
 
 
 @contextmanager
 def naming(source: str) -> Iterator[None]:
-    """A context around the reading of one of several files: faults say which it is."""
+    """Surround the reading of one of several files, so that faults name the file."""
     try:
         yield
     except ScheduleError as error:
@@ -180,7 +180,7 @@ def _load(source: str, sizes: Sizes) -> Schedule:
     except (UnicodeDecodeError, csv.Error, RecursionError, OverflowError) as error:
         raise ScheduleError(f"the file is not text that a schedule can be read from: {error}") from None
     computes = 2 * schedule.stages * schedule.microbatches
-    if computes > MOST_COMPUTES:  # before anything looks for each of them
+    if computes > MOST_COMPUTES:  # This comes before anything looks for each of them.
         raise ScheduleError(
             f"{schedule.microbatches} microbatches in {counted(schedule.stages, 'stage')} are {computes:,} computes; "
             f"the command takes {MOST_COMPUTES:,} at most"

@@ -143,7 +143,7 @@ def _say(text: str) -> None:
 
 
 def _as_rank(config: TrainConfig, resume_command: str, folder: RunFolder) -> int:
-    """One rank of torchrun, which starts ranks again by itself: so the run always goes on where it was."""
+    """Run one rank of torchrun, which starts ranks again by itself: so the run always goes on where it was."""
     lock = None
     if os.environ["RANK"] == "0":
         started_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

@@ -16,24 +16,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import penstock
 from penstock.doctor.ranks import Place
 from penstock.errors import PeerFailure
+from penstock.parity_check.uncut import check_close
 from penstock.schedule import build
 
 WIDTH, ROWS, STEPS = 64, 8, 3
-TOLERANCE = 1e-4  # of a tensor's largest entry: sums in another order, in 32 bits
+# Share of a tensor's largest entry: sums in another order, in 32 bits.
+TOLERANCE = 1e-4
 NAMED_WITHIN = 10.0  # seconds in which a dead rank is to be named
-TIMEOUT = 20.0  # of pipelines here
+TIMEOUT = 20.0  # Timeout of the pipelines here.
 
 
-class Block(nn.Module):
+class ResidualLayer(nn.Module):
     """A layer of a residual network, small enough for every machine."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.wide, self.narrow = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 2 * WIDTH),
-            nn.Linear(2 * WIDTH, WIDTH),
-        )
+        self.norm, self.wide = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.narrow = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = x + self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
@@ -65,7 +64,8 @@ def compare_with_plain_loop(place: Place, family: str) -> dict[str, Any]:
                     raise AssertionError(f"step {number + 1}: {name} has no gradient")
                 pairs.append((f"the gradient of {name}", parameter.grad, other.grad))
             for what, found, wanted in pairs:
-                worst = max(worst, _distance(f"step {number + 1}: {what}", found, wanted))
+                want, have = wanted.detach().cpu(), found.detach().cpu()
+                worst = max(worst, check_close(f"step {number + 1}: {what}", want, have, TOLERANCE))
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -74,7 +74,9 @@ def compare_with_plain_loop(place: Place, family: str) -> dict[str, Any]:
 
 def compare_on_threads(place: Place, devices: int) -> dict[str, Any]:
     """Compare ranks that are threads, a device each, with the plain model, dropout and recomputing included."""
-    model = nn.Sequential(*[nn.Sequential(Block(), nn.Dropout(0.1)) for _ in range(2 * devices)]).to(place.device)
+    model = nn.Sequential(*[nn.Sequential(ResidualLayer(), nn.Dropout(0.1)) for _ in range(2 * devices)]).to(
+        place.device
+    )
     x, y = _batch(place, 2 * devices, 0)
     kind = place.device.type
     options = {} if kind == "cpu" else {"devices": [f"{kind}:{index}" for index in range(devices)]}
@@ -165,19 +167,10 @@ def _model(stages: int) -> nn.Sequential:
     """Return the same model on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        return nn.Sequential(*[Block() for _ in range(stages)])
+        return nn.Sequential(*[ResidualLayer() for _ in range(stages)])
 
 
 def _batch(place: Place, microbatches: int, number: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(number)
     x, y = (torch.randn(ROWS * microbatches, WIDTH, generator=generator, device="cpu") for _ in range(2))
     return x.to(place.device), y.to(place.device)
-
-
-def _distance(what: str, found: Tensor, wanted: Tensor) -> float:
-    """Return how far apart two tensors are, as a share of the largest entry; raise where that is too far."""
-    found, wanted = found.detach().double().cpu(), wanted.detach().double().cpu()
-    distance = ((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-30)).item()
-    if not distance <= TOLERANCE:
-        raise AssertionError(f"{what} differs from the plain loop's by {distance:.3g} of its largest entry")
-    return distance

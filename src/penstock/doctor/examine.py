@@ -18,8 +18,9 @@ from penstock.schedule.builders import FAMILIES, family
 
 MOST = 8  # ranks, unless more are asked for: two minutes are enough for those
 LIMIT = 45.0  # seconds of a check
-READS = 1  # of a step: the one that its end may need
-HIDDEN = 0.5  # of the shorter of transfer and kernels, which should be hidden by the longer
+READS = 1  # A step may read once, at its end.
+# Share of the shorter of transfer and kernels that the longer should hide.
+HIDDEN = 0.5
 BOUND = ("1f1b", "interleaved-1f1b", "zb-v")  # families that send in both directions at the same time
 
 
@@ -89,20 +90,18 @@ def _difference(check: str, figures: dict[int, dict[str, Any]]) -> Finding:
 
 
 def _judge_death(answers: Answers, last: int) -> Finding:
-    """The last rank must be killed, and all others must have returned."""
+    """Judge whether the last rank was killed and all others returned."""
     check = "a killed rank"
     missing = {rank: how for rank, how in answers.missing.items() if rank != last}
     if answers.errors or missing or "SIGKILL" not in answers.missing.get(last, ""):
         text = Answers(errors=answers.errors, missing=missing or answers.missing).complaint
         return Finding(check, "FAIL", text or f"rank {last} was to be killed, and was not", details=answers.details)
     seconds = max(each["seconds"] for each in answers.figures.values())
-    outcome, text = "PASS", f"named by all others in {seconds:.1f} s, and their devices go on"
     if seconds > checks.NAMED_WITHIN:
-        outcome, text = (
-            "FAIL",
-            f"named by all others after {seconds:.1f} s; at most {checks.NAMED_WITHIN:.0f} s are promised",
-        )
-    return Finding(check, "PASS" if outcome == "PASS" else "FAIL", text, {"seconds": seconds})
+        text = f"named by all others after {seconds:.1f} s; at most {checks.NAMED_WITHIN:.0f} s are promised"
+        return Finding(check, "FAIL", text, {"seconds": seconds})
+    text = f"named by all others in {seconds:.1f} s, and their devices go on"
+    return Finding(check, "PASS", text, {"seconds": seconds})
 
 
 def _host_reads(check: str, figures: dict[int, dict[str, Any]]) -> Finding:
@@ -137,5 +136,6 @@ def _links(check: str, figures: dict[int, dict[str, Any]]) -> Finding:
 def _overlap(check: str, figures: dict[int, dict[str, Any]]) -> Finding:
     found = min((figures[rank] for rank in (0, 1)), key=lambda each: float(each["hidden"]))
     text = f"{found['hidden']:.0%} of a transfer is hidden by kernels that take as long"
-    enough = found["hidden"] >= HIDDEN or device_type() == "cpu"  # where transfers and kernels share the cores
+    # On CPUs, transfers and kernels share the cores.
+    enough = found["hidden"] >= HIDDEN or device_type() == "cpu"
     return Finding(check, "INFO" if enough else "WARN", text, found)

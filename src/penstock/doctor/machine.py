@@ -15,7 +15,7 @@ import penstock
 from penstock.devices import accelerator, backends
 
 TOPOLOGIES = (("nvidia-smi", "topo", "-m"), ("rocm-smi", "--showtopo"), ("xpu-smi", "topology", "-m"))
-SECONDS = 20  # for a vendor's tool
+SECONDS = 20  # A vendor's tool may take as long.
 
 
 def device_type() -> str:

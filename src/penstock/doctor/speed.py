@@ -7,13 +7,13 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from penstock.devices import free_memory
 from penstock.doctor.ranks import Place
 
 TRIALS, WARM_UP = 5, 2
@@ -67,9 +67,7 @@ def measure_products(place: Place) -> dict[str, Any]:
 def _memory(place: Place) -> float:
     if place.device.type != "cpu":
         return float(torch.accelerator.get_memory_info(place.device)[1])
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-    return available / len(os.sched_getaffinity(0))
+    return free_memory() / len(os.sched_getaffinity(0))
 
 
 def measure_links(place: Place) -> dict[str, Any]:

@@ -19,28 +19,29 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER = "default"  # the name that peft gives an adapter when nobody chooses one
-PREFIX = "base_model.model."  # of every name in peft's files
+# Every name in peft's files begins so.
+PREFIX = "base_model.model."
 BASE = ".base_layer."
 PAIRS = (("lora_A", "lora_B", ".weight"), ("lora_embedding_A", "lora_embedding_B", ""))
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of a model belongs to an adapter."""
+    """Return whether a parameter of a model belongs to an adapter."""
     return ".lora_" in name
 
 
 def name_in_adapter_file(name: str) -> str:
-    """The name that peft's file has for a parameter of an adapter."""
+    """Return the name that peft's file has for a parameter of an adapter."""
     return PREFIX + name.replace(f".{ADAPTER}.", ".").removesuffix(f".{ADAPTER}")
 
 
 def name_without_adapter(name: str) -> str:
-    """The name that a parameter beside adapters had before they were put in."""
+    """Return the name that a parameter beside adapters had before they were put in."""
     return name.replace(BASE, ".")
 
 
 def stored_names(names: Iterable[str], merge: bool) -> dict[str, str]:
-    """Of a model with adapters: what each tensor that is written is called in the files.
+    """Return what each tensor of a model with adapters is called in the files.
 
     Either the adapters alone, in peft's format, or (`merge`) the model as it was without them.
     """
@@ -50,7 +51,7 @@ def stored_names(names: Iterable[str], merge: bool) -> dict[str, str]:
 
 
 def merged(name: str, value: Tensor, get: Callable[[str], Tensor | None], config: Mapping[str, Any]) -> Tensor:
-    """A weight with its adapter added to it; other tensors as they are.
+    """Return a weight with its adapter added to it; other tensors as they are.
 
     `get` finds a tensor by its name in the model; `config` is what peft's adapter_config.json says.
     """
@@ -68,7 +69,7 @@ def merged(name: str, value: Tensor, get: Callable[[str], Tensor | None], config
 
 
 def scale_of(place: str, rank: int, config: Mapping[str, Any]) -> float:
-    """What an adapter's product is multiplied by."""
+    """Return what an adapter's product is multiplied by."""
     alpha = float(config["lora_alpha"])
     odd = [name for name in ("alpha_pattern", "rank_pattern", "use_dora") if config.get(name)]
     if odd:

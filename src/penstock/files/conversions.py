@@ -28,8 +28,8 @@ class Conversion:
     sources: list[tuple[str, str]] = field(default_factory=list)  # the pattern that a stored name has matched, the name
 
     def make(self, read: Read) -> dict[str, Tensor]:
-        """The tensors by their names in the model; `read` gives a stored one by its name."""
-        rule = deepcopy(self.rule)  # it collects what it is given
+        """Make the tensors by their names in the model; `read` returns a stored one by its name."""
+        rule = deepcopy(self.rule)  # The rule collects what it is given.
         for pattern, name in self.sources:
             rule.add_tensor(self.target, name, pattern, partial(read, name))
         made = rule.convert(self.target, model=self.model, config=self.model.config)
@@ -39,7 +39,7 @@ class Conversion:
 def convert_names(
     model: nn.Module, state: Mapping[str, Tensor], stored: Collection[str]
 ) -> tuple[dict[str, str], list[Conversion]]:
-    """Where the tensors of a model are: stored names by those in the model, and what has to be converted.
+    """Find where the tensors of a model are: stored names by those in the model, and what has to be converted.
 
     Stored names that the model has no use for are in neither. A model that is not of transformers has its own names.
     """
@@ -69,7 +69,7 @@ def convert_names(
 
 
 def _rules(model: nn.Module) -> list[Any] | None:
-    """What transformers does to a folder of such a model when it loads it; None for a model that is none of its."""
+    """Return what transformers does to a folder of such a model when it loads it; None for other models."""
     if not hasattr(model, "base_model_prefix"):
         return None
     from transformers import PreTrainedModel

@@ -58,7 +58,8 @@ class PretrainedFolder:
         self._file = file
         self.tensors = dict(self._stored())
         self._places: dict[str, str] = {}  # names that a tensor has in the model, and not in the file
-        self._conversions: dict[str, Conversion] = {}  # by name in the model: what is stored otherwise
+        # By name in the model: tensors that are stored otherwise.
+        self._conversions: dict[str, Conversion] = {}
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Fill a tensor with the values that are stored under its name.
@@ -126,7 +127,9 @@ class PretrainedFolder:
                 self(name, buffer)
 
     def _find(self, model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
-        """By name in the model: under which name a tensor is stored, or made by a conversion; and its shape there."""
+        """Find, by name in the model, under which name a tensor is stored, or made by a conversion; and its shape
+        there.
+        """
         stored_as, conversions = convert_names(model, state, self.tensors)
         shapes = {name: self.tensors[stored].shape for name, stored in stored_as.items()}
         self._conversions = {}
@@ -143,7 +146,7 @@ class PretrainedFolder:
             return tensor
 
     def fingerprint(self) -> str:
-        """What tells these weights from others: of every file its size, its beginning and its end."""
+        """Return what distinguishes these weights from others: of every file its size, its beginning and its end."""
         mark = 0
         for name in self._files():
             with open(open_plain(self.folder / name), "rb") as file:
@@ -194,7 +197,7 @@ class PretrainedFolder:
 
 
 def _pieces(tensor: Tensor) -> Iterator[tuple[int, int | None]]:
-    """Rows of a tensor that are read at a time; (0, None) for all of it."""
+    """Yield rows of a tensor that are read at a time; (0, None) for all of it."""
     size = tensor.numel() * tensor.element_size()
     if not tensor.dim() or size <= PIECE:
         yield 0, None
@@ -209,7 +212,7 @@ def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
 
 
 def _listed(kinds: Mapping[str, list[str]]) -> str:
-    """The names of each kind that has any."""
+    """List the names of each kind that has any."""
     return "; ".join(
         f"{what} {', '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}"
         for what, names in kinds.items()

@@ -19,7 +19,7 @@ from penstock.reading import MOST_SETTINGS, plain_path, read_json
 
 
 def parts_of(entries: Sequence[TensorEntry], most: int | None) -> list[list[TensorEntry]]:
-    """Files of at most so many bytes each, in order; a larger tensor has a file for itself."""
+    """Divide tensors into files of at most so many bytes each, in order; a larger tensor has a file for itself."""
     parts: list[list[TensorEntry]] = [[]]
     size = 0
     for entry in entries:
@@ -32,7 +32,7 @@ def parts_of(entries: Sequence[TensorEntry], most: int | None) -> list[list[Tens
 
 
 def file_names(count: int) -> list[str]:
-    """The names of so many files of weights, as transformers looks for them."""
+    """Return the names of so many files of weights, as transformers looks for them."""
     if count == 1:
         return [WEIGHTS]
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
@@ -45,14 +45,14 @@ def write_json(file: Path, document: Any) -> str:
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], total: int) -> str:
-    """Which tensor is in which file."""
+    """Write which tensor is in which file."""
     return write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(weight_map)})
 
 
 def write_configs(
     folder: Path, origin: Mapping[str, Any] | None, *, dtype: torch.dtype | None, adapter: bool
 ) -> list[str]:
-    """The configurations that belong to the weights, or to the adapter; returns the names of the files."""
+    """Write the configurations that belong to the weights, or to the adapter; return the names of the files."""
     origin = origin or {}
     if adapter:
         return [write_json(folder / ADAPTER_CONFIG, origin["adapter"])]
@@ -66,7 +66,7 @@ def write_configs(
 
 
 def write_tokenizer(folder: Path, tokenizer: Any, origin: Mapping[str, Any] | None) -> list[str]:
-    """The files of a tokenizer: an object's own, those of the folder that it names, or of the model's folder."""
+    """Write the files of a tokenizer: an object's own, those of the folder that it names, or of the model's folder."""
     if tokenizer is not None and callable(getattr(tokenizer, "save_pretrained", None)):
         before = set(folder.iterdir())
         tokenizer.save_pretrained(folder)

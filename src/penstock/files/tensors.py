@@ -119,7 +119,7 @@ class Body:
             self._flat[begin : begin + entry.bytes].view(entry.dtype).view(entry.shape).copy_(value)
 
     def view(self, size: int) -> memoryview:
-        """The first `size` bytes, for writing them out."""
+        """Return the first `size` bytes, for writing them out."""
         return memoryview(self._memory if self._memory is not None else b"")[:size]
 
 
@@ -135,7 +135,9 @@ def open_tensors(path: Path) -> Any:
 
 
 def streamed(layout: FileLayout, value_of: Callable[[TensorEntry], Tensor]) -> Iterator[memoryview]:
-    """The body of a file without a copy of all of it: one tensor at a time passes through the memory of the largest."""
+    """Yield the body of a file without a copy of all of it: one tensor at a time passes through the memory of the
+    largest.
+    """
     scratch = Body()
     scratch.reserve(max((entry.bytes for entry in layout.entries), default=0))
     for entry in layout.entries:

@@ -10,12 +10,12 @@ INDEX = "model.safetensors.index.json"
 
 
 def has_weights(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder has safetensors under the names that transformers gives them."""
+    """Return whether a folder has safetensors under the names that transformers gives them."""
     return any(Path(folder, name).is_file() for name in (WEIGHTS, INDEX))
 
 
 def no_weights(folder: Path) -> str:
-    """The error about a folder without safetensors, with the way to make them."""
+    """Make the error about a folder without safetensors, with the way to make them."""
     pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
     if pickled:
         return (

@@ -20,7 +20,7 @@ class AccumulationScale:
         return self.scale
 
     def check_unscaled(self, call: str) -> None:
-        """Gradients are as they should be: this scale is part of the loss."""
+        """Check that gradients are as they should be: this scale is part of the loss."""
 
 
 def take_count(

@@ -13,7 +13,7 @@ __all__ = ["first_rows"]
 
 
 def first_rows(dataset: Any, rows: int, collate: Callable[[Any], Any]) -> Any:
-    """A batch of them; random numbers stay as they were."""
+    """Collate the first rows to a batch; random numbers stay as they were."""
     before = states_of_generators()
     batch = next(iter(DataLoader(dataset, batch_size=rows, collate_fn=collate)))
     restore_generators(before)

@@ -48,7 +48,7 @@ class OptimizerState:
         ]
 
     def whole(self) -> dict[str, Any]:
-        """What `state_dict()` of an optimizer of the whole model would be, on rank 0; called on every rank."""
+        """Return, on rank 0, what `state_dict()` of an optimizer of the whole model would; called on every rank."""
         own = {
             f"{key}:{name}": value
             for group in self._members

@@ -23,7 +23,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
-EXIT_SECONDS = 6.0  # for which a program that ends waits for threads that have been told to stop
+# A program that ends waits this long for threads that were asked to stop.
+EXIT_SECONDS = 6.0
 _THREADS: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
@@ -81,19 +82,19 @@ class Clock:
         time.sleep(seconds)
 
     def event(self) -> Event:
-        """What one may wait for and another set."""
+        """Make an event, which one may wait for and another set."""
         return threading.Event()
 
     def queue(self) -> Queue:
-        """What one may wait for and others put items into."""
+        """Make a queue, which one may wait for and others put items into."""
         return SimpleQueue()
 
     def worker(self, target: Callable[[], None], name: str) -> Worker:
-        """What runs `target` beside everything else, once it is started; it does not keep the process alive."""
+        """Make a worker that runs `target` beside everything else, once started; it does not keep the process alive."""
         return daemon(target, name)
 
     def background(self, name: str) -> Background:
-        """What does one piece of work after the other, beside everything else; a program that ends waits for it."""
+        """Make a worker that does one piece of work after the other; a program that ends waits for it."""
         return ThreadPoolExecutor(1, thread_name_prefix=name)
 
     def paced(self, work: Callable[Given, Found]) -> Callable[Given, Found]:
@@ -102,8 +103,8 @@ class Clock:
 
 
 def daemon(target: Callable[[], None], name: str) -> threading.Thread:
-    """A thread that does not keep the process alive. Whoever makes it tells it to stop, at the latest in a finalizer:
-    a program that ends waits for it.
+    """Make a thread that does not keep the process alive. Whoever makes it asks it to stop, at the latest in a
+    finalizer: a program that ends waits for it.
     """
     thread = threading.Thread(target=target, name=name, daemon=True)
     _THREADS.add(thread)
@@ -117,4 +118,5 @@ def _join_daemons() -> None:
 
 
 CLOCK = Clock()
-weakref.finalize(CLOCK, _join_daemons)  # at exit these run in reverse order: after all that tell threads to stop
+# At exit finalizers run in reverse order: this one after all that ask threads to stop.
+weakref.finalize(CLOCK, _join_daemons)

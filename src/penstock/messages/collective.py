@@ -16,7 +16,7 @@ from penstock.messages import plain
 
 
 def all_gather(value: Any, group: Any) -> list[Any]:
-    """Every member's value, by its number in the group. All members must call it."""
+    """Return every member's value, by its number in the group. All members must call it."""
     device = torch.device(_get_object_coll_device(group))
     count = dist.get_world_size(group)
     mine = torch.frombuffer(bytearray(plain.dumps(value)), dtype=torch.uint8).to(device)

@@ -29,8 +29,9 @@ from penstock.schedule.action import Action, parse
 
 TENSOR = "$tensor"  # the name of a tensor that was set aside
 DEEPEST = 100
-DTENSOR_MODULE = "torch.distributed.tensor"  # as long to import as torch itself; who has made a DTensor has done so
-MESSAGE_BYTES = 64 * 1024 * 1024  # at most
+# It takes as long to import as torch itself; whoever has made a DTensor has imported it.
+DTENSOR_MODULE = "torch.distributed.tensor"
+MESSAGE_BYTES = 64 * 1024 * 1024  # The most that is taken.
 LONG_TEXT = 8 * 1024  # characters of an error's message, and twice that of a traceback
 
 StoreTensor = Callable[[Tensor], str]
@@ -41,7 +42,7 @@ class NotPlainError(ValueError):
 
 
 def dumps(value: Any, place: str = "the value") -> bytes:
-    """A value as a message; `place` is how the user knows the value, for an error."""
+    """Encode a value as a message; `place` is how the user knows the value, for an error."""
     try:
         document = _encoded(value, None, 0)
     except _Unfit as unfit:
@@ -50,7 +51,7 @@ def dumps(value: Any, place: str = "the value") -> bytes:
 
 
 def loads(content: bytes) -> Any:
-    """The value of a message; `NotPlainError` where it is none."""
+    """Decode the value of a message; raise NotPlainError where it is none."""
     if len(content) > MESSAGE_BYTES:
         raise NotPlainError(f"a message of {len(content)} bytes; the longest that is read has {MESSAGE_BYTES}")
     try:
@@ -66,7 +67,7 @@ def _no_tensor(name: str) -> Tensor:
 
 
 def shortened(text: str | None, length: int = LONG_TEXT) -> str | None:
-    """A text of at most about this length, without its middle where it is longer."""
+    """Shorten a text to about this length by leaving out its middle."""
     if text is None or len(text) <= length:
         return text
     half = length // 2
@@ -78,7 +79,7 @@ def shortened(text: str | None, length: int = LONG_TEXT) -> str | None:
 
 class _Registered(NamedTuple):
     kind: type
-    fields: Mapping[str, Any]  # their types
+    fields: Mapping[str, Any]  # Types of the fields.
     write: Callable[[Any], dict[str, Any]]
     read: Callable[..., Any]
 
@@ -137,28 +138,30 @@ class _Unfit(Exception):
 
     def __init__(self, why: str) -> None:
         self.why = why
-        self.steps: list[str] = []  # from the outermost container to the value; "{}" is the place of the container
+        # The way from the outermost container to the value; "{}" is the place of the container.
+        self.steps: list[str] = []
 
     def inside(self, step: str) -> _Unfit:
         self.steps.insert(0, step)
         return self
 
     def sentence(self, place: str) -> str:
-        """What is wrong, with the place of the value as the user knows it."""
+        """Describe what is wrong, with the place of the value as the user knows it."""
         for step in self.steps:
             place = step.replace("{}", place, 1)
         return f"{place}{self.why}"
 
 
 def encode(value: Any, store_tensor: StoreTensor | None, place: str) -> Any:
-    """JSON for a value; `store_tensor` takes each tensor and names it. `place` is how the user knows the value."""
+    """Encode a value as JSON; `store_tensor` takes and names each tensor. `place` is how the user knows the value."""
     try:
         return _encoded(value, store_tensor, 0)
     except _Unfit as unfit:
         raise UsageError(unfit.sentence(place)) from None
 
 
-_AS_THEY_ARE = frozenset({type(None), bool, int, str})  # in JSON; asked of what is in a container before a call
+# JSON has these as they are; what is in a container is looked up here before a call.
+_AS_THEY_ARE = frozenset({type(None), bool, int, str})
 
 
 def _encoded(value: Any, store_tensor: StoreTensor | None, depth: int) -> Any:
@@ -176,14 +179,14 @@ def _encoded(value: Any, store_tensor: StoreTensor | None, depth: int) -> Any:
             except _Unfit as unfit:
                 raise unfit.inside(f"{{}}.{key}") from None
         return {f"${name}": fields}
-    if isinstance(value, Action):  # before tuples: it is one
+    if isinstance(value, Action):  # An Action is a tuple, so it comes before them.
         return {"$action": str(value)}
     if isinstance(value, Mapping):
         return _encoded_mapping(value, store_tensor, depth + 1)
     if not isinstance(value, (list, tuple, set, frozenset)):
         return _encoded_other(value, store_tensor)
     if kind is list and {*map(type, value)} == {float} and all(map(math.isfinite, value)):
-        return list(value)  # as the losses of a step
+        return list(value)  # The losses of a step are such a list.
     entries = []
     for number, entry in enumerate(value):
         try:
@@ -213,10 +216,10 @@ def _encoded_mapping(value: Mapping[Any, Any], store_tensor: StoreTensor | None,
 
 
 def _encoded_other(value: Any, store_tensor: StoreTensor | None) -> Any:
-    """JSON for a value that is no container."""
+    """Encode a value that is no container."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": repr(float(value))}
-    if isinstance(value, (str, int)):  # of a type of its own
+    if isinstance(value, (str, int)):  # Its type is a subclass.
         return str(value) if isinstance(value, str) else int(value)
     if isinstance(value, getattr(sys.modules.get(DTENSOR_MODULE), "DTensor", ())):
         raise _Unfit(" is a DTensor; only parameters and optimizer state may be sharded: save value.full_tensor()")
@@ -249,7 +252,7 @@ def _encoded_other(value: Any, store_tensor: StoreTensor | None) -> Any:
 
 
 def decode(document: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """The value that `encode` was given; `tensor` finds what was set aside."""
+    """Decode the value that `encode` was given; `tensor` finds what was set aside."""
     if isinstance(document, list):
         return [decode(entry, tensor) for entry in document]
     if isinstance(document, dict):
@@ -258,7 +261,7 @@ def decode(document: Any, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def _made(entries: dict[str, Any], tensor: Callable[[str], Tensor]) -> Any:
-    """What an object stands for, whose entries stand for themselves by now."""
+    """Make what an object stands for, whose entries have been decoded by now."""
     mark = next(iter(entries), "")
     if len(entries) != 1 or not mark.startswith("$"):
         return entries
@@ -314,7 +317,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two states are equal, tensors by their bits."""
+    """Return whether two states are equal, tensors by their bits."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):

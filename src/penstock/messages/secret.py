@@ -24,7 +24,7 @@ SHORTEST = 16
 
 @lru_cache(maxsize=1)
 def _secret() -> bytes:
-    """The run's secret; empty where none is set."""
+    """Return the run's secret; empty where none is set."""
     path = os.environ.get(FILE_VARIABLE)
     found = os.environ.get(VARIABLE, "").encode()
     if path:
@@ -50,21 +50,21 @@ def has_secret() -> bool:
 
 
 def code_of(content: bytes, key: bytes = b"") -> bytes:
-    """The code that shows that a rank of this run wrote `content`; `key` tells uses apart."""
+    """Compute the code that shows that a rank of this run wrote `content`; `key` keeps uses apart."""
     return hmac.digest(hashlib.sha256(_secret() + key).digest(), content, "sha256")
 
 
 def is_ours(content: bytes, code: bytes, key: bytes = b"") -> bool:
-    """Whether a rank of this run made the code."""
+    """Return whether a rank of this run made the code."""
     return hmac.compare_digest(code_of(content, key), code)
 
 
 def signed(content: bytes, key: bytes = b"") -> bytes:
-    """The content with its code before it."""
+    """Return the content with its code before it."""
     return code_of(content, key) + content
 
 
 def unsigned(content: bytes, key: bytes = b"") -> bytes | None:
-    """The content without its code; None where the code is wrong."""
+    """Return the content without its code; None where the code is wrong."""
     code, rest = content[:CODE_BYTES], content[CODE_BYTES:]
     return rest if is_ours(rest, code, key) else None

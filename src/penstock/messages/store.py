@@ -24,13 +24,13 @@ class Asker:
         self.asked_at: float | None = None
         self._store = store
         self._clock = clock
-        self._questions = clock.queue()  # of (method, arguments), or None: no more
-        self._answers = clock.queue()  # of (whether it went well, answer or error)
+        self._questions = clock.queue()  # Holds (method, arguments), or None at the end.
+        self._answers = clock.queue()  # Holds (whether it went well, answer or error).
         self._thread = clock.worker(self._run, name)
         self._thread.start()
 
     def ask(self, method: str, *arguments: Any, patience: float, give_up: Callable[[float], bool]) -> Any:
-        """The answer; every `patience` seconds without one, `give_up(seconds so far)` decides whether to go on."""
+        """Return the answer; after each `patience` seconds without one, ask `give_up(seconds so far)`."""
         self.asked_at = self._clock.now()
         self._questions.put((method, arguments))
         while True:

@@ -46,7 +46,7 @@ def parameter_groups(
 def group_parameters(
     rules: Mapping[Any, Mapping[str, Any]], own: NamedParameters, every: NamedParameters, aliases: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """One group for each rule, in their order, and one for the rest; of `own`, checked against `every`."""
+    """Make one group for each rule, in their order, and one for the rest; of `own`, checked against `every`."""
     _check(rules)
     patterns = [(label, _patterns(label), options) for label, options in rules.items()]
     everything = list(every)
@@ -99,7 +99,7 @@ Rules = Sequence[tuple[Any, tuple[Any, ...], Mapping[str, Any]]]
 
 
 def _first(rules: Rules, name: str, parameter: Tensor) -> int:
-    """The number of the first rule that matches; that of the rest where none does."""
+    """Return the number of the first rule that matches; where none does, that of the rest."""
     for number, (_, patterns, _) in enumerate(rules):
         if any(_matches(pattern, name, parameter) for pattern in patterns):
             return number
@@ -107,7 +107,7 @@ def _first(rules: Rules, name: str, parameter: Tensor) -> int:
 
 
 def _check_use(rules: Rules, every: Sequence[tuple[str, nn.Parameter]], aliases: Mapping[str, str]) -> None:
-    """A pattern that decides nothing is a slip: nobody would see that its options do not hold."""
+    """Refuse a pattern that decides nothing: nobody would see that its options do not hold."""
     used = {_first(rules, name, parameter) for name, parameter in every}
     for number, (label, patterns, _) in enumerate(rules):
         for pattern in patterns:
@@ -121,7 +121,7 @@ def _check_use(rules: Rules, every: Sequence[tuple[str, nn.Parameter]], aliases:
 
 
 def unmatched(pattern: Any, names: Sequence[str], aliases: Mapping[str, str]) -> str:
-    """The error about a pattern that matches no parameter: near names, or the name that a tied one goes by."""
+    """Make the error about a pattern that matches no parameter: near names, or the name that a tied one goes by."""
     text = f"{_called(pattern)} matches none of the model's {len(names)} parameters"
     if isinstance(pattern, str):
         tied = [name for name in aliases if fnmatchcase(name, pattern)]

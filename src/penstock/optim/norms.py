@@ -23,7 +23,7 @@ NormAnswer = PartialNorm | str | None  # what a rank says: its norm, why there c
 
 
 def norm_order(norm_type: Any) -> float:
-    """The order of a norm: a number, or 'inf'."""
+    """Return the order of a norm: a number, or 'inf'."""
     try:
         order = float(norm_type)
     except (TypeError, ValueError):
@@ -34,7 +34,7 @@ def norm_order(norm_type: Any) -> float:
 
 
 def check_limit(name: str, value: Any) -> float:
-    """What gradients are clipped to: a negative limit would turn them around."""
+    """Check a limit to which gradients are clipped: a negative one would turn them around."""
     number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
     limit = float(value) if number else math.nan
     if not limit >= 0:
@@ -43,7 +43,7 @@ def check_limit(name: str, value: Any) -> float:
 
 
 def norm_of(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> PartialNorm | None:
-    """What this rank has to say; None where it has no gradients."""
+    """Compute this rank's part of the norm; None where it has no gradients."""
     if not gradients:
         return None
     norm = nn.utils.get_total_norm(gradients, order, foreach=foreach)
@@ -51,7 +51,7 @@ def norm_of(gradients: Sequence[Tensor], order: float, foreach: bool | None) -> 
 
 
 def sparse_gradient(parameters: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Why there is no norm of these gradients: torch has none of sparse ones."""
+    """Return why there is no norm of these gradients: torch has none of sparse ones."""
     for name, parameter in parameters:
         if parameter.grad is not None and parameter.grad.layout is not torch.strided:
             return (
@@ -62,7 +62,7 @@ def sparse_gradient(parameters: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def join_norms(norms: Iterable[NormAnswer], order: float) -> Tensor:
-    """The norm of all, from the norm of each; refused on every rank alike where one says why there is none."""
+    """Compute the norm of all from the norm of each; refuse on every rank alike where one states why there is none."""
     known: list[PartialNorm] = []
     for each in norms:
         if isinstance(each, str):
@@ -74,12 +74,13 @@ def join_norms(norms: Iterable[NormAnswer], order: float) -> Tensor:
     if len(known) == 1:
         return torch.tensor(known[0][0], dtype=known[0][1], device="cpu")
     each_norm = torch.tensor([norm for norm, _ in known], dtype=torch.float64, device="cpu")
-    total = each_norm.sum() if order == 0 else torch.linalg.vector_norm(each_norm, order)  # of order 0: a count
+    # A norm of order 0 is a count.
+    total = each_norm.sum() if order == 0 else torch.linalg.vector_norm(each_norm, order)
     return total.to(reduce(torch.promote_types, (dtype for _, dtype in known)))
 
 
 def join_partial(norms: Sequence[PartialNorm | None], order: float) -> PartialNorm | None:
-    """The norm of all, from the norm of each; None where there are no gradients at all."""
+    """Compute the norm of all from the norm of each; None where there are no gradients at all."""
     if all(each is None for each in norms):
         return None
     total = join_norms(norms, order)
@@ -96,13 +97,13 @@ def check_finite(total: Tensor, order: float) -> None:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, where it is spread over ranks (a DTensor); in the same memory."""
+    """Return this rank's part of a tensor, where it is spread over ranks (a DTensor); in the same memory."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
 
 def like(parameter: Tensor, local: Tensor) -> Tensor:
-    """This rank's part as the same kind of tensor as the parameter, in the same memory."""
+    """Return this rank's part as the same kind of tensor as the parameter, in the same memory."""
     if local_of(parameter) is parameter:
         return local
     from torch.distributed.tensor import DTensor  # takes as long to load as torch, and is loaded where there is one
@@ -113,7 +114,7 @@ def like(parameter: Tensor, local: Tensor) -> Tensor:
 
 
 def local_part(parameter: Tensor) -> Tensor:
-    """A parameter with its gradient; of one that is spread over ranks, the part that is here, as plain tensors.
+    """Return a parameter with its gradient; of one that is spread over ranks, the part that is here, as plain tensors.
 
     torch's functions on many tensors at once refuse a mixture of both kinds.
     """

@@ -32,7 +32,7 @@ Modes = tuple[tuple[str, torch.dtype | None], ...]  # kind of device, and the dt
 
 
 def precision_of(option: Any) -> torch.dtype | None:
-    """What `precision=` says: a dtype, float32 for autocast off, None for whatever the caller has."""
+    """Resolve `precision=`: a dtype, float32 for autocast off, None for whatever the caller has."""
     if option is None:
         return None
     dtype = NAMES.get(option.lower()) if isinstance(option, str) else option
@@ -50,19 +50,19 @@ class Precision:
 
     @classmethod
     def on(cls, dtype: torch.dtype, kinds: Iterable[str]) -> Precision:
-        """One dtype for all that computes on these kinds of devices."""
+        """Make one dtype for all that computes on these kinds of devices."""
         return cls(tuple((kind, None if dtype is torch.float32 else dtype) for kind in sorted(set(kinds))))
 
     def __call__(self) -> AbstractContextManager[None]:
         return _Entered(self.modes, self._cached)
 
     def off(self) -> AbstractContextManager[None]:
-        """A context without autocast, for everything but forwards: backwards and transfers."""
+        """Open a context without autocast, for everything but forwards: backwards and transfers."""
         return _Entered(tuple((kind, None) for kind, _ in self.modes), self._cached)
 
 
 def caller_precision() -> Precision | None:
-    """The autocast that this thread is under, if it is under one."""
+    """Return the autocast that this thread is under, if it is under one."""
     modes = tuple((kind, torch.get_autocast_dtype(kind)) for kind in device_types() if torch.is_autocast_enabled(kind))
     return Precision(modes, torch.is_autocast_cache_enabled()) if modes else None
 
@@ -80,7 +80,7 @@ class _Entered(AbstractContextManager[None]):
         self._before = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind, _ in self._modes
         ]
-        torch.autocast_increment_nesting()  # so that an autocast inside a module does not empty the cache as it ends
+        torch.autocast_increment_nesting()  # An autocast inside a module must not empty the cache as it ends.
         torch.set_autocast_cache_enabled(self._cached)
         for kind, dtype in self._modes:
             torch.set_autocast_enabled(kind, dtype is not None)

@@ -30,7 +30,7 @@ class LossScale(Protocol):
     """What may scale the seeds of a pipeline's backward: `pipe.state.scaler`."""
 
     def loss_scale(self) -> float:
-        """What the next step's loss is multiplied by."""
+        """Return what the next step's loss is multiplied by."""
 
     def check_unscaled(self, call: str) -> None:
         """Raise where gradients are not what they will be when the optimizer steps."""
@@ -76,9 +76,15 @@ class GradScaler(torch.amp.GradScaler):
         pipe.state.scaler = self
 
     def loss_scale(self) -> float:
-        """The factor of the next step's loss. An error if its gradients would be added to unscaled ones."""
+        """Return the factor of the next step's loss; raise if its gradients would be added to unscaled ones."""
         if not self.is_enabled():
             return 1.0
+        if self._pipe.deployment.ranks.transactions[0].has_hooks():
+            raise UsageError(
+                f"register_post_accumulate_grad_hook on a parameter would be called with a gradient that is scaled by "
+                f"{self.get_scale():g}, before the ranks know whether it is finite; leave the optimizer to "
+                f"scaler.step(optimizer), or train without loss scaling: bf16 needs none"
+            )
         if self._done():
             raise UsageError(
                 "the gradients of the last step are unscaled already, and this step's would be added to them; call "
@@ -102,7 +108,7 @@ class GradScaler(torch.amp.GradScaler):
         return any(state["stage"] is not OptState.READY for state in states)
 
     def scale(self, outputs: Any) -> NoReturn:
-        """Not needed: the pipeline scales the loss itself. Raises an error that says so.
+        """Raise an error: the pipeline scales the loss itself.
 
         Args:
             outputs: Not used.

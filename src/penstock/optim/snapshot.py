@@ -32,7 +32,8 @@ _PRIVATE_OF_TORCH = ("_optimizer_", "_warned_capturable", "_zero_grad_profile", 
 _NOT_OWN = ("torch", "builtins", "typing", "abc")  # packages of classes that count nothing
 _VALUES = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type, FunctionType, NoneType, Tensor)
 _PLAIN = (Tensor, nn.Parameter)  # what has a place
-_LEAVING_GRADIENTS = (torch.optim.Adam, torch.optim.AdamW)  # whose steps write to no gradient; subclasses may
+# Steps of these write to no gradient, while those of a subclass may.
+_LEAVING_GRADIENTS = (torch.optim.Adam, torch.optim.AdamW)
 SMALL = 4096  # numbers that are copied sooner than multiplied
 _Place = tuple[Any, str]  # what has an attribute, and its name
 
@@ -42,7 +43,7 @@ class UpdateSnapshot:
 
     def __init__(self, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> None:
         self._optimizer, self._scheduler = optimizer, scheduler
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by id: a tensor, and what it held
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # Maps the id of a tensor to the tensor and what it held.
         self._gradients: list[tuple[Tensor, Tensor | None]] = []
         self._states: list[tuple[Any, list[Any], Any]] = []  # key, leaves and structure of its state
         self._attributes: list[tuple[_Place, list[Any], Any]] = []  # the same of what the optimizer's class has added
@@ -140,7 +141,7 @@ class WeightsSeen:
         alike = [torch.eq(before, now).all() for (*_, before), (*_, now) in joined]
         numbers = fetch(alike)
         for ((parameters, sizes, before), (*_, now)), same in zip(joined, alike, strict=True):
-            if not numbers[id(same)]:  # or both have NaN
+            if not numbers[id(same)]:  # Both have NaN in the same places, or it differs.
                 parts = zip(parameters, torch.split(before, sizes), torch.split(now, sizes), strict=True)
                 for parameter, one, other in parts:
                     if not torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True):
@@ -148,7 +149,7 @@ class WeightsSeen:
         return None
 
     def _current_state(self) -> dict[Any, Any]:
-        """What the state and the groups are made of: numbers, and the identities of objects, tensors with versions."""
+        """Return what the state and the groups consist of: numbers, and identities of objects (tensors: versions)."""
         state = {
             (id(key), name): (id(value), value._version)
             if isinstance(value, Tensor)
@@ -162,12 +163,12 @@ class WeightsSeen:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """What an optimizer updates."""
+    """Yield what an optimizer updates."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def has_all(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a snapshot of an optimizer has everything that its step may change.
+    """Return whether a snapshot of an optimizer has everything that its step may change.
 
     A user's hooks may change anything, and so may an optimizer of a class of its own that holds other objects, such as
     an optimizer inside.
@@ -179,7 +180,7 @@ def has_all(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _added(optimizer: torch.optim.Optimizer) -> Iterator[tuple[_Place, Any]]:
-    """The attributes that torch's own classes do not have: of the optimizer, in its slots, and of its classes."""
+    """Yield the attributes that torch's own classes lack: of the optimizer, in its slots, and of its classes."""
     for name, value in vars(optimizer).items():
         if name not in _OF_TORCH and not name.startswith(_PRIVATE_OF_TORCH):
             yield (optimizer, name), value
@@ -232,5 +233,5 @@ def _options(group: dict[str, Any]) -> Iterable[tuple[str, Any]]:
 
 
 def _kept(value: Any) -> Any:
-    """A tensor stays the object that it is, and its numbers are copied elsewhere."""
+    """Keep a tensor as the object that it is; its numbers are copied elsewhere."""
     return value if isinstance(value, Tensor) else deepcopy(value)

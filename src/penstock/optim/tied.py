@@ -26,7 +26,7 @@ ParameterUse = tuple[int, str]
 
 
 def tied_places(staged: StagedModel) -> list[list[ParameterUse]]:
-    """Where each parameter stands that stands in several stages."""
+    """Find where each parameter stands that stands in several stages."""
     places: dict[int, list[ParameterUse]] = {}
     for number, holding in enumerate(staged.holdings()):
         for name, parameter in holding.module.named_parameters():
@@ -44,7 +44,8 @@ class TiedParameters:
         transport: Transport | None,
         places: Iterable[Sequence[ParameterUse]],
     ) -> None:
-        self.places = [tuple(group) for group in places]  # of every parameter that several stages hold
+        # Places of every parameter that several stages hold.
+        self.places = [tuple(group) for group in places]
         self._transport = transport
         self.groups: list[tuple[nn.Parameter | None, tuple[int, ...]]] = []  # None: of other ranks
         self._second: set[int] = set()  # copies that another rank counts
@@ -68,11 +69,11 @@ class TiedParameters:
         ]
 
     def counts(self, parameter: Tensor) -> bool:
-        """Whether this rank counts the parameter in norms: one rank of each group does."""
+        """Return whether this rank counts the parameter in norms: one rank of each group does."""
         return id(parameter) not in self._second
 
     def make_equal(self) -> None:
-        """All copies take the value of the first rank's; once, before the first step."""
+        """Give all copies the value of the first rank's; once, before the first step."""
         if self.groups:
             with torch.no_grad():
                 own = [None if parameter is None else local_of(parameter).detach() for parameter, _ in self.groups]
@@ -87,7 +88,7 @@ class TiedParameters:
 
     @contextmanager
     def summed(self) -> Iterator[None]:
-        """A context around a step: afterwards each copy's gradient has what all ranks added to it."""
+        """Surround a step: afterwards each copy's gradient has what all ranks added to it."""
         if not self.groups:
             yield
             return
@@ -115,7 +116,7 @@ class TiedParameters:
             parameter.grad = None if total is None else like(parameter, total)
 
     def _share(self, mine: list[Tensor | None]) -> list[dict[int, Tensor | None] | None]:
-        """Every member's tensor of each group, by rank; None for groups that this rank is not in."""
+        """Return every member's tensor of each group, by rank; None for groups that this rank is not in."""
         transport = self._transport
         assert transport is not None
         transport.open(self._channels)

@@ -94,7 +94,7 @@ class Updates:
             )
 
     def decide(self, parts: Sequence[NormAnswer], loss: float | None) -> UpdateDecision:
-        """What to do, from every rank's part of the norm and the loss of the batch."""
+        """Decide what to do, from every rank's part of the norm and the loss of the batch."""
         if not self.depends_on_all:
             return UpdateDecision(None, True, True)
         norm = join_norms(parts, ORDER)
@@ -129,5 +129,5 @@ AS_IS = UpdateDecision(None, True, True)  # what an early update counts on
 
 
 def _leaves_alone(norm: Tensor, limit: float) -> bool:
-    """Whether torch's clipping would multiply by exactly 1."""
+    """Return whether torch's clipping would multiply by exactly 1."""
     return bool(torch.clamp(limit / (norm + 1e-6), max=1.0) == 1.0)

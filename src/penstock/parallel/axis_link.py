@@ -29,8 +29,10 @@ from penstock.runtime.transport.failure.own_state import held_weakly
 from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss, placed
 
 LATER_SECONDS = 6.0  # a pipeline finds out for itself first which of its ranks is silent
-SOON_SECONDS = 2.0  # by which the backend may be later where nobody else looks at a wait
-SLACK_SECONDS = 10.0  # and the backend's own timeout is the last resort
+# The backend's timeout may be later by this where nobody else looks at a wait.
+SOON_SECONDS = 2.0
+# Elsewhere the backend's own timeout is the last resort.
+SLACK_SECONDS = 10.0
 
 
 class AxisLink:
@@ -50,12 +52,12 @@ class AxisLink:
         self.transport = DistributedTransport(group, self._timeout)
         self._watch = self.transport.watch
         self._watch_pipeline()
-        # of waits that nobody else looks at, the backend's own timeout is the only one
+        # Waits that nobody else looks at have only the backend's own timeout.
         limit = timeout + SOON_SECONDS if unseen else self._timeout + SLACK_SECONDS
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), group)
 
     def _watch_pipeline(self) -> None:
-        """A member that waits in its pipeline is not to blame, and that pipeline says who is; each ends with the other.
+        """Watch the pipeline: a member that waits in it is not to blame, and it knows who is; each ends with the other.
 
         A pipeline that is lost may be so while no rank of it waits on its link: the members of this one then wait for
         another rank's copies, and would hear of it by their own timeouts only.
@@ -80,7 +82,7 @@ class AxisLink:
         self._watch.ended = ended
 
     def describe_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
-        """How to say what this rank is doing, and at which action it is."""
+        """Set how to describe what this rank is doing, and at which action it is."""
         doing, link = held_weakly(doing, "gone"), ref(self)
 
         def report() -> str:
@@ -100,7 +102,7 @@ class AxisLink:
         return self.all_gather(self._pipeline.call, value)
 
     def all_gather(self, call: str, value: Any) -> list[Any]:
-        """What every member says in this call, which all must make."""
+        """Return every member's value of this call, which all must make."""
         before, self._inside, self.transport.call = self._inside, call, call
         try:
             with self._pipeline.in_other_group(self.abort):
@@ -113,7 +115,7 @@ class AxisLink:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """A context around anything that waits for all members; where it cannot end well, a named failure ends it."""
+        """Surround anything that waits for all members; where it cannot end well, a named failure ends it."""
         watch = self._watch
         before, watch.waiting = watch.waiting, Waiting((self.index + 1) % self.size, None, -1, monotonic())
         inside, self._inside, self.transport.call = self._inside, what, self._pipeline.call
@@ -133,7 +135,7 @@ class AxisLink:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """A context around code that may wait for all members anywhere: it is freed when the group is lost."""
+        """Surround code that may wait for all members anywhere: it is freed when the group is lost."""
         with self.transport.in_other_group(self._collapse), self._pipeline.in_other_group(self.abort):
             yield
 
@@ -141,7 +143,7 @@ class AxisLink:
         self._watch.close_connections((self.index + 1) % self.size)  # the pipeline ends with the link
 
     def explain(self, error: BaseException) -> PeerFailure | None:
-        """The loss of a member that an error comes from, if it does."""
+        """Return the loss of a member that an error comes from, if it does."""
         if isinstance(error, PeerFailure) or not isinstance(error, RuntimeError):
             return None
         if self._watch.verdict is None and not _from_backend(error):
@@ -149,14 +151,14 @@ class AxisLink:
         return self._lost(self._verdict("a stage"))
 
     def _lost(self, failure: PeerFailure) -> PeerFailure:
-        """This link has ended; the pipeline goes with it, since its other ranks may wait on links that have not."""
+        """End this link; the pipeline goes with it, since its other ranks may wait on links that have not ended."""
         renamed = self._renamed(failure)
         if self._pipeline.broken is None:
             self._pipeline.abort(renamed)
         return renamed
 
     def _verdict(self, what: str) -> PeerFailure:
-        """The group's verdict on a collective that broke; of two members, it was the other."""
+        """Return the group's verdict on a collective that broke; of two members, it was the other."""
         watch = self._watch
         if watch.verdict is not None:
             return watch.verdict
@@ -172,23 +174,24 @@ class AxisLink:
             work.wait()
 
     def abort(self, failure: PeerFailure) -> None:
-        """This rank cannot go on: all members shall leave with this failure."""
+        """Make all members leave with this failure, since this rank cannot go on."""
         if self.transport.broken is None:
             self.transport.abort(self.named(failure))
 
     def named(self, failure: PeerFailure) -> PeerFailure:
-        """A failure of this rank or its pipeline, as others on this axis know it."""
+        """Return a failure of this rank or its pipeline, as others on this axis know it."""
         return placed(failure, {self.word: self.index})
 
     def close(self) -> None:
         self.transport.close()
 
     def _renamed(self, failure: PeerFailure) -> PeerFailure:
-        """A failure of the group, in the words of the pipeline."""
+        """Return a failure of the group, in the words of the pipeline."""
         renamed = copy(failure)
         if getattr(renamed, self.word) is None:
             renamed.rank = self._rank
-            renamed.cause = re.sub(r"\brank(s?) (?=\d)", rf"{self.word}\1 ", renamed.cause)  # which counts the members
+            # The group counts its members, not the pipeline's ranks.
+            renamed.cause = re.sub(r"\brank(s?) (?=\d)", rf"{self.word}\1 ", renamed.cause)
             setattr(renamed, self.word, failure.rank)
         if renamed.report:
             renamed.report = renamed.report.replace("what each rank was doing", f"what each {self.word} was doing")
@@ -198,6 +201,6 @@ class AxisLink:
 
 
 def _from_backend(error: RuntimeError) -> bool:
-    """Whether an error is a lost connection, and not the user's."""
+    """Return whether an error is a lost connection, and not the user's."""
     text = str(error)
     return any(word in text for word in ("gloo", "Connection", "pair closure", "Timed out", "NCCL", "closed by peer"))

@@ -122,7 +122,7 @@ def compose_wrapped(pipe: Pipeline) -> WrappedStages:
 
 
 def drive(pipe: Pipeline, wrapped: Mapping[int, nn.Module]) -> WrappedStages:
-    """The wrappers in these modules, by stage, follow the program of this process's rank."""
+    """Make the wrappers in these modules, by stage, follow the program of this process's rank."""
     (executor,) = pipe.deployment.ranks.executors.values()
     group = pipe.deployment.world.group
     stages = WrappedStages(wrapped, [] if group is None else dist.get_process_group_ranks(group))
@@ -132,7 +132,7 @@ def drive(pipe: Pipeline, wrapped: Mapping[int, nn.Module]) -> WrappedStages:
 
 
 def carry_spread(pipe: Pipeline, tensors: Iterable[Any], get_mesh: Callable[..., Any] | None) -> None:
-    """DTensors cross between the stages of this process's rank and others, which the user has spread.
+    """Let DTensors cross between the stages of this process's rank and others, which the user has spread.
 
     `tensors` and `get_mesh` say over which meshes; they are of the user's own, and outputs stay as they are.
     """
@@ -149,7 +149,7 @@ def carry_spread(pipe: Pipeline, tensors: Iterable[Any], get_mesh: Callable[...,
 
 
 def _linked(pipe: Pipeline, executor: Executor, composition: Composition) -> dict[str, AxisLink]:
-    """The lines to this rank's neighbours on the other axes, who have all been given the same pipeline."""
+    """Link this rank to its neighbours on the other axes, who have all been given the same pipeline."""
     axes, transport = composition.axes, pipe.deployment.world.transport
     assert isinstance(transport, DistributedTransport)
     links = composition.link(transport, pipe.deployment.world.timeout)
@@ -164,7 +164,7 @@ def _linked(pipe: Pipeline, executor: Executor, composition: Composition) -> dic
 
 
 def _check_spread(stages: Mapping[int, Stage], composition: Composition) -> bool:
-    """Whether the user has spread the stages already, over the tp axis; what is spread otherwise is refused."""
+    """Return whether the user has spread the stages already, over the tp axis; refuse what is spread otherwise."""
     mesh = composition.axes.mesh
     own = mesh["tp"].mesh.flatten().tolist() if composition.axes.size("tp") > 1 and composition.plan is None else None
     for index, stage in stages.items():
@@ -188,7 +188,7 @@ def _sharded(executor: Executor, composition: Composition, places: Sequence[Sequ
 
 
 def _store_host(mesh: Any) -> PeerFailure | None:
-    """What to say where process 0, which has the store, is gone: other ranks then leave because of it."""
+    """Return the failure to raise where process 0, which has the store, is gone: other ranks leave because of it."""
     places = (mesh.mesh == 0).nonzero().tolist()
     if not places:
         return None
@@ -199,7 +199,7 @@ def _store_host(mesh: Any) -> PeerFailure | None:
 def _unsharded_parameters(
     modules: Mapping[int, nn.Module], places: Sequence[Sequence[tuple[int, str]]]
 ) -> set[nn.Parameter]:
-    """What is not sharded: parameters that several stages hold, scalars, and what has no numbers."""
+    """Return what is not sharded: parameters that several stages hold, scalars, and what has no numbers."""
     tied = {
         modules[stage].get_parameter(name)
         for group in places
@@ -212,7 +212,7 @@ def _unsharded_parameters(
 
 
 def _agree(pipe: Pipeline, link: AxisLink, composition: Composition) -> None:
-    """The copies of a stage must have been given the same pipeline, and get the same random numbers."""
+    """Check that the copies of a stage were given the same pipeline, and give them the same random numbers."""
     facts = pipe.facts()
     own = {"tensor_plan": composition.plan, "replicate": composition.replicate, "window": composition.window}
     for name, value in (own | {"shard_precision": composition.precision}).items():

@@ -73,7 +73,7 @@ class Composition:
         return self.replicate == "fsdp" and (self.axes.size("dp") > 1 or self.precision is not None)
 
     def __str__(self) -> str:
-        """What there is beside one pipeline, in words; empty where there is nothing."""
+        """Describe what there is beside one pipeline; empty where there is nothing."""
         words = []
         if self.axes.size("dp") > 1:
             how = {"fsdp": f"sharded by FSDP, {self.window} stages of a rank whole at a time"}.get(str(self.replicate))
@@ -83,7 +83,7 @@ class Composition:
         return "; ".join(words)
 
     def lowered(self, schedule: Schedule) -> Schedule:
-        """The program of a schedule, with the reductions and shards that this composition needs.
+        """Return the program of a schedule, with the reductions and shards that this composition needs.
 
         A schedule that has its transfers already, from a file say, gets what it lacks: without REDUCE_GRAD the
         replicas would train apart.
@@ -100,7 +100,7 @@ class Composition:
         return schedule
 
     def norm_group(self, how: str | None, given: Any) -> Any:
-        """The group over whose batches "exact" batch norms normalise: all replicas, unless one is given."""
+        """Return the group over whose batches "exact" batch norms normalise: all replicas, unless one is given."""
         replicated = how == "exact" and given is None and self.axes.size("dp") > 1
         return self.axes.mesh.get_group("dp") if replicated else given
 
@@ -110,7 +110,7 @@ class Composition:
         return all(self.axes.index(axis) == 0 for axis in BESIDE)
 
     def first_says(self, numbers: list[float], transport: DistributedTransport) -> list[float]:
-        """The numbers of the first rank of the first replica, on every rank of all of them.
+        """Return the numbers of the first rank of the first replica, on every rank of all of them.
 
         Each would measure other times, and so cut in other places. `transport` has the ranks of one pipeline, and is
         lost together with the links to the others: all name the one that was lost first.
@@ -138,7 +138,7 @@ class Composition:
         transport.name_axes(**{word: self.axes.index(axis) for axis, word in several.items()})
 
     def link(self, transport: DistributedTransport, timeout: float) -> dict[str, AxisLink]:
-        """The lines to this rank's neighbours on the other axes."""
+        """Make the links to this rank's neighbours on the other axes."""
         return {
             axis: AxisLink(self.axes.mesh.get_group(axis), timeout, transport, word, unseen=axis == "tp")
             for axis, word in BESIDE.items()
@@ -146,7 +146,7 @@ class Composition:
         }
 
     def build(self, pipe: Pipeline, places: Sequence[Sequence[tuple[int, str]]]) -> Replication:
-        """What runs beside the steps of this rank."""
+        """Build what runs beside the steps of this rank."""
         if self.axes.size("dp") > 1 or self.axes.size("tp") > 1 or self.shards:
             from penstock.parallel.compose import compose  # loads DTensor and FSDP
 

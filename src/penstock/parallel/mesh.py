@@ -70,7 +70,7 @@ def mesh(
 
 
 def _watched_mesh(kind: str, shape: tuple[int, ...], order: tuple[str, ...]) -> DeviceMesh:
-    """A mesh whose making names a process that is lost meanwhile.
+    """Make a mesh, and name a process that is lost meanwhile.
 
     Torch connects the members of each axis in calls that wait for half an hour and name nobody. So all processes meet
     first, by a transport that names who is missing, and what is lost after that is found within the group's timeout.
@@ -148,7 +148,7 @@ class Axes:
         return found
 
     def size(self, axis: str) -> int:
-        """How many ranks stand along an axis; 1 where there is none of that name."""
+        """Return how many ranks stand along an axis; 1 where there is none of that name."""
         if self.mesh is None or axis not in (self.mesh.mesh_dim_names or ()):
             return 1
         return int(self.mesh[axis].size())

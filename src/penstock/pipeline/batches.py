@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from penstock.runtime.batch.fingerprint import FingerprintedBatch, Key, fingerpr
 from penstock.runtime.batch.lengths import LengthPlan, PlanSplitter, merge_by_plan
 from penstock.runtime.batch.microbatch import Batch, Microbatches, check_is_data, check_labels, count_for, split_batch
 from penstock.runtime.batch.outputs import merge
-from penstock.runtime.engine.report import StepReport, StepResult, result_of
+from penstock.runtime.engine.report import StepReport, StepResult, replica_report, result_of
 from penstock.runtime.engine.step_input import Refused, StepInput
 from penstock.runtime.loss.check import LossCheck
 from penstock.runtime.loss.loss_options import LossOptions
@@ -86,15 +87,11 @@ class Batches:
 
     def set_loss(self, loss_fn: Callable[..., Any] | None) -> None:
         """From here on, this is the loss: how it weighs and is checked follows from it alone."""
+        self.loss_fn = loss_fn
         self.weighing = Weighing(loss_fn, self.loss_options, positional(self._forward), self.uneven)
         self.check = LossCheck(self.weighing, self.dims)
         self._checked_calls.clear()
         self._checked_loss_kwargs.clear()
-
-    @property
-    def loss_fn(self) -> Callable[..., Any] | None:
-        """The loss that is set."""
-        return self.weighing.loss_fn
 
     # -- into microbatches
 
@@ -146,7 +143,8 @@ class Batches:
         deployment, training = self.deployment, call.training
         ranks, replicas = deployment.ranks, deployment.replication
         if training:
-            replicas.ready()  # before anything else can raise: the other copies may wait for its answer
+            if not replicas.is_alone:
+                replicas.ready()  # before anything else can raise: the other copies may wait for its answer
             if deployment.counter.is_apart:
                 raise RunError(APART)
         if self.state.without_values:
@@ -156,13 +154,13 @@ class Batches:
             self._check_trains()
         batch = self._carried(call, count) if self.options.inputs == "first" else self._checked(call, count)
         batches = {rank: self._on_device(batch, rank) for rank in ranks.executors}
-        check = None
+        begin_check = None
         if ranks.last is None or call.reduce is not None:
             shares = Shares(count, 1.0 / count)
         else:
             shares = weighed = BatchShares(self.weighing, batch, replicas, training)
             if training or batch.has_target or self.loss_fn is None:
-                check = self.check.begin(batches[ranks.last.rank], weighed, training)
+                begin_check = partial(self.check.begin, batches[ranks.last.rank], weighed, training)
         fingerprinted = self._fingerprint(call)
         recomputed = {"never": 0, "except_last": count - 1, "always": count}[self._recompute] if training else 0
         scaler = self.state.scaler if training else None
@@ -176,7 +174,7 @@ class Batches:
                 training=training,
                 batch_dims=self.dims,
                 scale=1.0 if scaler is None else scaler.loss_scale(),
-                check=check,
+                begin_check=begin_check,
                 recompute=frozenset(range(recomputed)),
                 recompute_stages=deployment.programs.schedule.recompute if training else frozenset(),
                 replicas=replicas.replicas,
@@ -310,12 +308,13 @@ class Batches:
 
     # -- and back
 
-    def result(self, call: Call, reports: Sequence[StepReport]) -> StepResult:
-        """What the user gets, from the reports of all ranks."""
+    def result(self, call: Call, reports: Sequence[StepReport], count: int) -> StepResult:
+        """Return what the user gets, from the reports of all ranks on so many microbatches."""
         self._compared.add(call.training)
         last = self.deployment.ranks.last
         output = None if last is None else last.computations.output()
-        return result_of(reports, self.deployment.replication.replica_reports, output)
+        replicas = self.deployment.replication.replica_reports or [replica_report(reports, count)]
+        return result_of(reports, replicas, output)
 
     def _merged(self, outputs: Sequence[Any]) -> Any:
         """The outputs of all microbatches as one."""
@@ -336,9 +335,8 @@ class Batches:
             raise UsageError(
                 "step() was called under torch.no_grad() or inference_mode(); call it outside, or evaluate()"
             )
-        if any(
-            each.requires_grad for module in self.deployment.ranks.modules().values() for each in module.parameters()
-        ):
+        stages = [stage for executor in self.deployment.ranks.executors.values() for stage in executor.stages.values()]
+        if any(each.requires_grad for stage in stages for each in stage.module.parameters()):
             return
         holdings = self.deployment.staged.holdings()  # other ranks may train
         if not any(each.requires_grad for holding in holdings for each in holding.module.parameters()):

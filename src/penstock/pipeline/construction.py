@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 from penstock.devices import CPU, on_accelerator, to_device
-from penstock.group.choose_schedule import choose_schedule
-from penstock.group.searched_cut import searched_cut
 from penstock.group.world import World
 from penstock.model.balance.request import Balancing
 from penstock.model.cut import cut_model
@@ -20,9 +18,11 @@ from penstock.model.staged_model import StagedModel
 from penstock.optim.precision import precision_of
 from penstock.parallel.composition import Composition
 from penstock.pipeline.arguments import alike, first_count
+from penstock.pipeline.choose_schedule import choose_schedule
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.devices import devices_of_ranks, home_of, measuring_device
 from penstock.pipeline.programs import Programs
+from penstock.pipeline.searched_cut import searched_cut
 from penstock.runtime.batch.microbatch import plain_example
 from penstock.runtime.engine.ranks import LocalRanks
 from penstock.runtime.loss.module import loss_holding

@@ -7,11 +7,9 @@ on every local rank, share the losses.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import Any, NoReturn, Self
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,24 +26,23 @@ from penstock.pipeline.arguments import check_arguments, check_loss, op_of, with
 from penstock.pipeline.batches import Batches, Call
 from penstock.pipeline.call_arguments import check_reduce
 from penstock.pipeline.construction import Construction
-from penstock.pipeline.model_state.save_pretrained import save_pretrained
 from penstock.pipeline.model_state.state import ModelState
+from penstock.pipeline.pipeline_model import PipelineModel
 from penstock.pipeline.rebalance import apply_cut, propose_cut
-from penstock.pipeline.train_steps import StepLoop, StepParts
+from penstock.pipeline.steps import Steps
+from penstock.pipeline.train_steps import StepLoop
 from penstock.pipeline.trained_step import TrainedStep
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.engine.foreign_leaves import watch_leaves
 from penstock.runtime.engine.handlers import Handler
-from penstock.runtime.engine.recorder import Recorder
 from penstock.runtime.engine.report import StepResult
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.state.batch_norm import warn_of_microbatches
 from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.schedule import Op, Schedule, Timeline
-from penstock.schedule.timing.timeline import peaks
 
 
-class Pipeline:
+class Pipeline(PipelineModel):
     """Trains a model that is cut into stages, as a pipeline, by a schedule.
 
     In one process the ranks of the pipeline are threads. Under `torchrun` each rank is a process; then every process
@@ -137,6 +134,7 @@ class Pipeline:
                 recompute=self.recompute,
                 min_microbatches=given["microbatches"] or 1,
             )
+            self.steps = Steps(deployment, self.batches, self.state)
             self.state.materialise(model, init)
             deployment.put_on_devices()
             world.check_facts(self.facts(), deployment.counter)
@@ -151,10 +149,6 @@ class Pipeline:
             cut.warn()
             if batch_options.batch_norm is None:
                 warn_of_microbatches(model, given["microbatches"])
-        self.closed = False
-        self._loop: StepLoop | None = None
-        self._recorder: Recorder | None = None
-        self._recorded: Timeline | None = None
 
     def follow_cut(self, tied: Sequence[Sequence[tuple[int, str]]]) -> None:
         """Set up what follows from the cut: tied parameters, and leaves of other ranks.
@@ -217,13 +211,18 @@ class Pipeline:
 
     @loss_fn.setter
     def loss_fn(self, loss_fn: Callable[..., Any] | None) -> None:
-        self._check_open()
+        self.steps.check_open()
         check_loss(loss_fn, self.batches.loss_options)
-        self.settle()
+        self.steps.settle()
         if self.deployment.hold_loss(loss_fn):
             self.state.other_ranks.moved(self.deployment)
         self.batches.set_loss(loss_fn)
         self._watch_leaves()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self.steps.closed
 
     # -- training
 
@@ -254,31 +253,7 @@ class Pipeline:
             ModelError: The batch cannot be split, or the model cannot take it.
             UsageError: An argument cannot work.
         """
-        call = Call("step()", args, kwargs, target, loss_kwargs or {}, outputs, training=True)
-        deployment = self.deployment
-        with deployment.ranks.in_call(call.name):
-            self._begin()
-            if not self.state.other_ranks.is_checked:
-                self.state.other_ranks.check(deployment)
-            if self.batches.options.split is not None:
-                self._take_count(self.batches.take_lengths(call))
-            program = deployment.programs.program
-            adds = not deployment.replication.sets_aside
-            with deployment.ranks.transactions[0](training=True, adds=adds, loss_fn=self.loss_fn):
-                wall_start = None if self._recorder is None else self._recorder.begin()
-                tied = deployment.tied.summed() if deployment.tied.groups else nullcontext()
-                with tied, deployment.replication.step(program, training=True) as replica:
-                    with deployment.ranks.step():
-                        given = self.batches.resolve(call, program.microbatches)
-                        reports = deployment.ranks.run(program, given, wall_start=wall_start)
-                    replica.end(reports)
-                deployment.ranks.end_batch()
-                deployment.counter.step += 1
-            if self.state.other_ranks.is_filled:
-                self.state.other_ranks.let_go(deployment)
-            if self._recorder is not None:
-                self._recorder.keep(reports)
-            return self.batches.result(call, reports)
+        return self.steps.run(Call("step()", args, kwargs, target, loss_kwargs or {}, outputs, training=True))
 
     def train_steps(
         self,
@@ -312,31 +287,10 @@ class Pipeline:
         Yields:
             A `TrainedStep` for each batch, in order.
         """
-        self._check_not_in_loop()
+        self.steps.check_not_in_loop()
         updates = Updates(optimizer, scheduler, clip, skip_nonfinite)
         updates.check_parameters([parameter for _, parameter in self.named_parameters()])
-        parts = StepParts(
-            self.deployment,
-            self.batches,
-            self.state,
-            together=self._step_of,
-            take_count=self._take_count,
-            is_recording=lambda: self._recorder is not None,
-            check_open=self._check_not_closed,
-        )
-        return self._train_steps(StepLoop(parts, updates), batches)
-
-    def _step_of(self, call: Call) -> StepResult:
-        return self.step(*call.args, target=call.target, loss_kwargs=call.loss_kwargs, **call.kwargs)
-
-    def _train_steps(self, loop: StepLoop, batches: Iterable[Any]) -> Iterator[TrainedStep]:
-        self._check_not_in_loop()  # when it begins, too; and a loop that was left may have an update to check
-        self._loop = loop
-        try:
-            yield from loop.run(batches)
-        finally:
-            if not loop.is_uncollected:
-                self._loop = None
+        return StepLoop(self.steps, updates).run(batches)
 
     def settle(self) -> None:
         """Wait until all ranks are done with the steps of `train_steps` so far. Call it on every rank.
@@ -345,24 +299,7 @@ class Pipeline:
         Then the weights, and the optimizer's state, are those after the last step. All calls that every rank makes do
         this by themselves; call it before you write to parameters or to the optimizer's state.
         """
-        if self._loop is not None:
-            self._loop.settle()
-            if not self._loop.is_running:
-                self._loop = None
-
-    def _begin(self) -> None:
-        """Before a step or an evaluation: no rank may be late, and the stages follow what was done to the model."""
-        self._check_open()
-        self.deployment.ranks.begin()
-
-    def _take_count(self, count: int | None) -> None:
-        """From here on, run that many microbatches, if the batch says how many."""
-        if (
-            count is not None
-            and self.deployment.programs.take(count, self.batches.sizes)
-            and self._recorder is not None
-        ):
-            self._recorder.timeline.take(self.schedule, peaks(self.schedule.columns, self.schedule.forward_only))
+        self.steps.settle()
 
     # -- inference
 
@@ -386,23 +323,7 @@ class Pipeline:
         Returns:
             A `StepResult`.
         """
-        return self._infer(Call("evaluate()", args, kwargs, target, loss_kwargs or {}, outputs, training=False))
-
-    def _infer(self, call: Call) -> StepResult:
-        deployment = self.deployment
-        with deployment.ranks.in_call(call.name):
-            self._begin()
-            program = deployment.programs.inference(self.batches.count(call), deployment.replication.lowered)
-            with deployment.ranks.transactions[0](training=False, loss_fn=self.loss_fn) as before:
-                evaluating = deployment.ranks.evaluating(holding.module for holding in deployment.holdings())
-                with evaluating, deployment.replication.step(program, training=False) as replica:
-                    with deployment.ranks.step():
-                        reports = deployment.ranks.run(program, self.batches.resolve(call, program.microbatches))
-                    replica.end(reports)
-                deployment.ranks.give_back()
-                before.put_back_buffers()
-                deployment.counter.evaluations += 1
-            return self.batches.result(call, reports)
+        return self.steps.run(Call("evaluate()", args, kwargs, target, loss_kwargs or {}, outputs, training=False))
 
     @collective("predict()")
     def predict(
@@ -433,163 +354,7 @@ class Pipeline:
             raise UsageError("reduce_kwargs= are for the function reduce=, which was not passed")
         if reduce is not None:
             check_reduce(reduce, list(call.loss_kwargs))
-        return self._infer(call).output
-
-    # -- the model's values in this process, under the model's own names: see `ModelState`
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Pairs of (name, parameter) for the stages that this process owns, each parameter once."""
-        return self.state.named_parameters()
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this process, for its optimizer. Never empty: torch's optimizers refuse that."""
-        return self.state.parameters()
-
-    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Pairs of (name, buffer) for the stages that this process owns, each buffer once."""
-        return self.state.named_buffers()
-
-    def parameter_groups(self, rules: Mapping[Any, Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
-        """Group this process's parameters for a torch optimizer, by name.
-
-        Args:
-            rules: A dict of name patterns to options, such as `{"*.bias": {"weight_decay": 0.0}}`. The first pattern
-                that matches decides; what matches none is in a last group.
-        """
-        return self.state.parameter_groups(rules)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers of the stages that this process owns, under the model's own names."""
-        self.settle()
-        return self.state.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this process's part of a whole model's state.
-
-        Args:
-            state: The state of the whole model, or of a part that has all that this process owns. A name that no stage
-                has is an error.
-        """
-        self.settle()
-        self.state.load_state_dict(state)
-
-    def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
-        """The state of the whole model, as a copy on the CPU. Call it on every rank.
-
-        Args:
-            rank: The rank that gets the state; the others get an empty dict. By default, every rank gets it.
-        """
-        self._check_open()
-        return self.state.full_state_dict(rank)
-
-    def full_tensors(self, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the whole model, one tensor at a time. Every rank calls it and walks through all of it.
-
-        The order is the same on all ranks. Each tensor is a copy on the CPU, whole where it is sharded or spread over
-        ranks; a tied parameter comes once, under its first name. A rank never holds more than a few of them.
-
-        Args:
-            rank: The rank that gets the tensors; on the others the loop ends without any. By default, every rank
-                gets them.
-
-        Yields:
-            Pairs of (name, tensor), under the model's own names.
-        """
-        self._check_open()
-        return self.state.full_tensors(rank)
-
-    def save_pretrained(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        tokenizer: Any = None,
-        max_shard_size: int = 5_000_000_000,
-        merge_adapters: bool = False,
-    ) -> None:
-        """Write the model as a folder that transformers' `from_pretrained` loads. Call it on every rank.
-
-        Each rank writes the tensors of its own stages, one at a time. The folder is there when it is complete, or not
-        at all, and an error on one rank is raised on all. A model with peft's adapters is saved as these adapters,
-        in peft's format.
-
-        Args:
-            folder: The folder to write; it must not be there yet. With several hosts, on a file system they share.
-            tokenizer: A tokenizer with `save_pretrained`, or the folder of one. By default, the tokenizer that lies
-                in the folder the model was loaded from, if there is one.
-            max_shard_size: The most bytes that one file holds.
-            merge_adapters: Whether to add adapters to the weights and save a model without adapters.
-        """
-        self._check_open()
-        self.state.check_values()
-        save_pretrained(self.state, Path(folder), tokenizer, max_shard_size, merge_adapters)
-
-    def fill_model(self, rank: int | None = None) -> None:
-        """Give the original model all its values again, until the next step. Call it on every rank.
-
-        Args:
-            rank: The rank whose model is filled. By default, every rank's.
-        """
-        self._check_open()
-        self.state.fill_model(rank)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of this process's parameters.
-
-        Args:
-            set_to_none: Whether `.grad` becomes `None`, as in torch, or a tensor of zeros.
-        """
-        self.state.zero_grad(set_to_none)
-
-    def grad_norm(self, norm_type: float | str = 2.0, foreach: bool | None = None) -> Tensor:
-        """The norm of all gradients of the whole model, the same on every rank. Changes nothing; call it on every rank.
-
-        Args:
-            norm_type: The order of the norm, such as 2.0 or `"inf"`.
-            foreach: Whether to use torch's foreach kernels. By default, torch decides.
-        """
-        return self.state.grad_norm(norm_type, foreach)
-
-    def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float | str = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> Tensor:
-        """Scale all gradients of the whole model so that their norm is at most `max_norm`. Call it on every rank.
-
-        Args:
-            max_norm: The largest norm that is left as it is.
-            norm_type: The order of the norm, such as 2.0 or `"inf"`.
-            error_if_nonfinite: Whether a norm that is inf or NaN raises an error.
-            foreach: Whether to use torch's foreach kernels. By default, torch decides.
-
-        Returns:
-            The norm before clipping, the same on every rank.
-        """
-        return self.state.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, foreach)
-
-    def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
-        """Clamp every entry of this process's gradients to the range from -`clip_value` to `clip_value`.
-
-        Args:
-            clip_value: The largest absolute value.
-            foreach: Whether to use torch's foreach kernels. By default, torch decides.
-        """
-        self.state.clip_grad_value_(clip_value, foreach)
-
-    def train(self, mode: bool = True) -> Self:
-        """Put the model into training mode, or out of it, as its own `train` does.
-
-        Args:
-            mode: Whether to train (True) or evaluate (False).
-        """
-        self.state.train(mode)
-        return self
-
-    def eval(self) -> Self:
-        """Put the model into eval mode."""
-        return self.train(False)
+        return self.steps.run(call).output
 
     # -- a better cut
 
@@ -599,7 +364,7 @@ class Pipeline:
         Args:
             timeline: A measured step. By default, the last one from `record()`.
         """
-        return propose_cut(self.deployment.staged, self._recorded if timeline is None else timeline)
+        return propose_cut(self.deployment.staged, self.steps.recorded if timeline is None else timeline)
 
     @collective("apply()")
     def apply(
@@ -615,14 +380,13 @@ class Pipeline:
         """
         if not isinstance(proposal, Proposal):
             raise UsageError(f"proposal={proposal!r}: pass what pipe.rebalance(timeline) returns")
-        self._check_open()
+        self.steps.check_open()
         if apply_cut(self, proposal, optimizer):
-            self._recorded = None  # it was of the cut before
+            self.steps.recorded = None  # it was of the cut before
 
     # -- looking at it
 
-    @contextmanager
-    def record(self) -> Iterator[Timeline]:
+    def record(self) -> AbstractContextManager[Timeline]:
         """Measure the steps inside the `with` block, on every rank; the timeline holds the last of them.
 
         With two or more steps inside, the time that the optimizer and the loop took between them is measured too.
@@ -630,23 +394,7 @@ class Pipeline:
         Yields:
             A `Timeline` that is empty until a step has run.
         """
-        self._check_open()
-        if self._recorder is not None:
-            raise UsageError("this pipeline is in a record() already; they do not nest: use the outer one's timeline")
-        shifts, error = self.deployment.world.clock_shifts(self.schedule.ranks)
-        held = peaks(self.schedule.columns, self.schedule.forward_only)
-        cores = 0 if error else self.deployment.cores
-        timeline = Timeline(self.schedule, (), held, clock_error=error, unit="s", cores=cores)
-        recorder = Recorder(timeline, min(self.deployment.ranks.executors), shifts)
-        self._recorder = recorder
-        try:
-            with recorder.watching():
-                yield timeline
-        finally:
-            self._recorder = None
-        self._recorded = timeline
-        if recorder.silent:
-            raise UsageError(f"rank {recorder.silent[0]} did not record the step; enter pipe.record() on every rank")
+        return self.steps.record()
 
     def register(self, op: Op | str, handler: Handler | None) -> None:
         """Run your own function for every action of an op.
@@ -664,33 +412,16 @@ class Pipeline:
 
     def describe(self) -> str:
         """The table of stages and how they run, as text."""
-        from penstock.view.stage_table import stage_table  # numpy and what draws tables: 40 ms that few need
+        from penstock.pipeline.stage_table import stage_table  # numpy, for the simulator: 40 ms that few need
 
         return stage_table(self)
 
     def close(self) -> None:
         """End worker threads and connections. The model keeps its values."""
-        self.closed = True
+        self.steps.closed = True
         self.deployment.replication.close()
         self.deployment.ranks.close()
         CTRL_C.raise_owed()
-
-    def _check_open(self) -> None:
-        """Before all that other ranks take part in: the pipeline is open, and no rank is in a step."""
-        self._check_not_closed()
-        self.settle()
-
-    def _check_not_closed(self) -> None:
-        if self.closed:
-            raise UsageError("this pipeline is closed; make a new one from the same model to go on")
-
-    def _check_not_in_loop(self) -> None:
-        self._check_open()
-        if self._loop is not None and self._loop.is_running:
-            raise UsageError(
-                "this pipeline is in a train_steps() already; they do not nest. If you have left that loop and kept "
-                "what train_steps() returned, call close() on it"
-            )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(

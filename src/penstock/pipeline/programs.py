@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from penstock.schedule import Schedule, order_microbatches, verify
+from penstock.schedule import Schedule, verify
 from penstock.schedule.builders import forward_program
 from penstock.schedule.lowering.gather import gather, in_turn
+from penstock.tool import tool
 
 KEPT = 16  # schedules made for sizes
 Sizes = tuple[int, ...]
@@ -75,7 +76,8 @@ class Programs:
         if sizes is None or self._gathering(False):
             return self._take(proved)
         if sizes not in self._sized:
-            ordered = order_microbatches(proved.schedule, sizes)
+            searching = tool("penstock.tools.search", "an order for the sizes of a batch's microbatches")
+            ordered: Schedule = searching.order_microbatches(proved.schedule, sizes)
             self._sized[sizes] = proved if ordered is proved.schedule else self._prove(ordered)
             while len(self._sized) > KEPT:
                 del self._sized[next(iter(self._sized))]

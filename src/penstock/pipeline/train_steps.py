@@ -51,14 +51,14 @@ first step of a pipeline. `TrainedStep.together` says which it was.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from penstock.optim.updates import ORDER, UpdateDecision, Updates
-from penstock.pipeline.batches import Batches, Call
-from penstock.pipeline.deployment import Deployment
-from penstock.pipeline.model_state.state import ModelState
+from penstock.pipeline.batches import Call
+from penstock.pipeline.steps import AROUND_STEP, Run, Steps
 from penstock.pipeline.trained_step import (
     CALL,
     Abandoned,
@@ -70,8 +70,7 @@ from penstock.pipeline.trained_step import (
     trained,
 )
 from penstock.pipeline.weight_updates import WeightUpdates
-from penstock.runtime.engine.report import EndedStep, StepReport, StepResult, all_replicas, result_of
-from penstock.runtime.engine.step_input import Refused
+from penstock.runtime.engine.report import StepReport, StepResult, all_replicas, result_of
 from penstock.runtime.transport.interrupts import CTRL_C, CUT
 from penstock.schedule import Schedule, verify
 
@@ -81,27 +80,14 @@ SETTLE = "settle(), after the batches of train_steps() so far"
 ABANDONED = f"{CALL}, at the end of a step that is abandoned"
 
 
-@dataclass
-class StepParts:
-    """What a loop of steps needs of its pipeline."""
-
-    deployment: Deployment
-    batches: Batches
-    state: ModelState
-    together: Callable[[Call], StepResult]  # a step that ends on all ranks together
-    take_count: Callable[[int | None], None]  # of microbatches, where the batch says how many
-    is_recording: Callable[[], bool]
-    check_open: Callable[[], None]
-
-
 class StepLoop:
     """One run of `train_steps` on one process."""
 
     is_running = False
 
-    def __init__(self, parts: StepParts, updates: Updates) -> None:
-        self._parts = parts
-        self._weights = WeightUpdates(parts.deployment, parts.state, updates)
+    def __init__(self, steps: Steps, updates: Updates) -> None:
+        self._steps = steps
+        self._weights = WeightUpdates(steps.deployment, steps.state, updates)
         self._uncollected: UncollectedStep | None = None
         self._done: deque[TrainedStep] = deque()
         self._right = TRUST  # guesses in a row
@@ -111,10 +97,11 @@ class StepLoop:
 
     def run(self, batches: Iterable[Any]) -> Iterator[TrainedStep]:
         """Train on the batches, and yield the result of each step when all ranks are done with it."""
-        self.is_running = True
+        self._steps.check_not_in_loop()  # When it begins, too; and a loop that was left may have an update to check.
+        self._steps.loop, self.is_running = self, True
         try:
             for batch in batches:
-                self._parts.check_open()
+                self._steps.check_not_closed()
                 call = self._call(batch)
                 together = self._why_together()
                 if together:
@@ -131,23 +118,20 @@ class StepLoop:
             CTRL_C.raise_owed()
         finally:  # left by an error, perhaps, which must not wait for other ranks
             self.is_running = False
+            if self._uncollected is None:
+                self._steps.loop = None
 
     def _results(self) -> Iterator[TrainedStep]:
         """Those that are known by now."""
         while self._done:
             yield replace(self._done.popleft(), steps_done=self._number)
 
-    @property
-    def is_uncollected(self) -> bool:
-        """Whether there is a step whose reports, and so the right update, are not known yet."""
-        return self._uncollected is not None
-
     def settle(self) -> None:
         """Wait until all ranks are done with the steps so far, and update the weights after the last of them."""
         step = self._uncollected
         if step is None:
             return
-        with self._parts.deployment.ranks.in_call(SETTLE, settles=True):
+        with self._steps.deployment.ranks.in_call(SETTLE, settles=True):
             try:
                 self._collect()
             except Abandoned as abandoned:
@@ -160,7 +144,7 @@ class StepLoop:
         """
         if self._uncollected is not None:
             return self.settle()
-        deployment = self._parts.deployment
+        deployment = self._steps.deployment
         transport = deployment.world.transport
         if transport is not None:
             with deployment.ranks.in_call(SETTLE, settles=True):
@@ -176,13 +160,13 @@ class StepLoop:
             target, loss_kwargs = given.pop("target", None), given.pop("loss_kwargs", None) or {}
             return Call(CALL, (), given, target, loss_kwargs, False, training=True)
         values = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        if self._parts.batches.loss_fn is None:
+        if self._steps.batches.loss_fn is None:
             return Call(CALL, values, {}, None, {}, False, training=True)
         return Call(CALL, values[:-1], {}, values[-1], {}, False, training=True)
 
     def _why_together(self) -> str:
         """Why the next step ends on all ranks together; empty where it may begin while others are in the last one."""
-        deployment, batches, other_ranks = self._parts.deployment, self._parts.batches, self._parts.state.other_ranks
+        deployment, batches, other_ranks = self._steps.deployment, self._steps.batches, self._steps.state.other_ranks
         reasons = {
             "ranks are threads": deployment.world.transport is None,
             "the first step of a pipeline": not (batches.has_compared and other_ranks.is_checked)
@@ -196,7 +180,7 @@ class StepLoop:
             "BatchOptions(inputs='first')": batches.options.inputs == "first",
             "by_tokens without the lengths on every rank": batches.options.split is not None
             and not batches.have_lengths,
-            "record()": self._parts.is_recording(),
+            "record()": self._steps.recorder is not None,
         }
         return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -204,9 +188,9 @@ class StepLoop:
 
     def _step_together(self, call: Call, why: str) -> None:
         weights = self._weights
-        with self._parts.deployment.ranks.in_call(weights.updates.call, in_loop=True):
+        with self._steps.deployment.ranks.in_call(weights.updates.call, in_loop=True):
             try:
-                result = self._parts.together(call)
+                result = self._steps.run(replace(call, name="step()"))
             except BaseException as error:
                 name_step(error, self._number)
                 raise
@@ -222,7 +206,7 @@ class StepLoop:
         Returns whether it counts: it does not where it ran on weights that were updated wrongly. Then they are right
         now, and it is to be run again, or refused if Ctrl-C has ended it.
         """
-        ranks, before = self._parts.deployment.ranks, self._uncollected
+        ranks, before = self._steps.deployment.ranks, self._uncollected
         try:
             with ranks.in_call(self._weights.updates.call, in_loop=True):
                 try:
@@ -278,59 +262,46 @@ class StepLoop:
 
     def _has_gradients(self) -> bool:
         """Whether there are gradients from before this loop, which no snapshot has."""
-        return self._uncollected is None and any(each.grad is not None for each in self._parts.state.parameters())
+        return self._uncollected is None and any(each.grad is not None for each in self._steps.state.parameters())
 
     def _run(self, call: Call, waits: bool, refused: BaseException | None) -> UncollectedStep:
         """Run a step here, collect the reports of the one before it, and post the report of this one.
 
         With `waits`, all reports of this one are collected too. What is `refused` is not run, but told to all ranks.
         """
-        parts, deployment = self._parts, self._parts.deployment
-        deployment.ranks.begin()
-        parts.take_count(parts.batches.take_lengths(call, alone=True))
-        program, transaction = self._program(), deployment.ranks.transactions[self._number % 2]
+        steps, transactions = self._steps, self._steps.deployment.ranks.transactions
+        run = Run(call, transactions[self._number % 2], overlaps=True, refused=refused)
         mine: UncollectedStep
         try:
-            adds = not deployment.replication.sets_aside
-            with transaction(training=True, adds=adds, loss_fn=parts.batches.loss_fn):
-                ended = self._run_without_exchange(call, program, refused)
-                mine = UncollectedStep(self._number, ended, program.microbatches, transaction)
+            with ExitStack() as guards:
+                steps.enter(guards, AROUND_STEP, run)
+                self._prove(run.program)
+                ended = steps.end_here(run)
+                mine = UncollectedStep(self._number, ended, run.program.microbatches, run.transaction)
                 try:
                     self._collect(runs=True)
                 except Abandoned as abandoned:
                     abandoned.interrupt = ended.interrupt
                     raise
                 if ended.failure is None and self._weights.updates.depends_on_all:
-                    ended.report.norm = parts.state.partial_norm(ORDER)
+                    ended.report.norm = steps.state.partial_norm(ORDER)
                 if waits:
                     self._read_at_once(mine)
                 else:
                     ended.post()
                 if ended.failure is not None:
                     raise FailedHere
-                deployment.ranks.end_batch()
-                deployment.counter.step += 1
         except FailedHere:
             pass
         return mine
 
-    def _program(self) -> Schedule:
-        program = self._parts.deployment.programs.program
+    def _prove(self, program: Schedule) -> None:
+        """Verify a program with the same one after it, once."""
         if self._proved.get(id(program)) is not program:
             verify(program, steps=2)
             if len(self._proved) >= KEPT:
                 self._proved.clear()
             self._proved[id(program)] = program
-        return program
-
-    def _run_without_exchange(self, call: Call, program: Schedule, refused: BaseException | None) -> EndedStep:
-        deployment = self._parts.deployment
-        with deployment.replication.step(program, training=True) as replica:
-            with deployment.ranks.step():
-                given = self._parts.batches.resolve(call, program.microbatches) if refused is None else Refused(refused)
-                ended = deployment.ranks.run_without_exchange(program, given)
-            replica.meet(ended)
-        return ended
 
     def _collect(self, runs: bool = False) -> None:
         """Read the reports of the step that is past. Raises `Abandoned` if it failed, or was updated wrongly.
@@ -338,7 +309,7 @@ class StepLoop:
         With `runs`, this rank has run another step since, which all ranks then leave with nothing on the wires. A wait
         that Ctrl-C has ended leaves the reports to be collected later.
         """
-        transport, before = self._parts.deployment.world.transport, self._uncollected
+        transport, before = self._steps.deployment.world.transport, self._uncollected
         assert transport is not None
         if before is None:
             return
@@ -375,7 +346,7 @@ class StepLoop:
     def _explain(self, error: BaseException, step: UncollectedStep, runs: bool = False) -> None:
         """Say what became of that step; where the ranks no longer belong together, none goes on."""
         if not explain(error, step, runs):
-            self._parts.deployment.counter.is_apart = True
+            self._steps.deployment.counter.is_apart = True
 
     def _read(self, step: UncollectedStep, together: str = "") -> None:
         """The reports of a step, as its decision and its result; raises what went wrong anywhere."""
@@ -407,10 +378,10 @@ class StepLoop:
 
     def _undo(self, step: UncollectedStep, error: BaseException) -> None:
         """Undo a step that is complete here, with its update, because it failed on another rank."""
-        counter, parts = self._parts.deployment.counter, self._parts
+        counter = self._steps.deployment.counter
         counter.step -= 1
         self._weights.undo(step)
         if not step.transaction.take_back():
             counter.is_apart = True
             error.add_note("this rank could not undo all of it: load a checkpoint on every rank")
-        parts.deployment.ranks.give_back()
+        self._steps.deployment.ranks.give_back()

@@ -11,10 +11,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from penstock.devices import free_memory
 from penstock.errors import ScheduleError, UsageError
 from penstock.planner.candidates import PlanCandidate
 from penstock.planner.cluster import Cluster, Device
-from penstock.planner.here import available_memory
 from penstock.planner.layout import MeshLayout
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
@@ -207,7 +207,7 @@ def from_run(run: RecordedRun, profile: Profile, cluster: Cluster | None = None)
     Its error bar is the spread of the run's steps, 5 % at least; of a few steps, the cluster's own.
     """
     if cluster is None:
-        found = calibrate(cluster_of(run, profile, available_memory()), profile, run, ABOVE_MEASURED)
+        found = calibrate(cluster_of(run, profile, free_memory()), profile, run, ABOVE_MEASURED)
     else:
         found = calibrate(cluster, profile, run)
     return found if run.spread is None else replace(found, error=min(1.0, max(0.05, run.spread)))

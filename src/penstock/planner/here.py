@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 from torch.utils import _pytree as pytree
 
+from penstock.devices import free_memory
 from penstock.errors import RunError
 from penstock.parallel.mesh import mesh as make_mesh
 from penstock.pipeline import Pipeline
@@ -144,12 +145,6 @@ class MeasuredPricing(Pricing):
         ]
 
 
-def available_memory() -> float:
-    """Bytes of this machine's memory that nobody uses."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-
-
 def this_machine(config: TrainConfig, code: Sequence[str] = (), devices: int | None = None) -> Cluster:
     """This machine as a cluster: a device per core, or as many as are asked for, each with its share of the memory.
 
@@ -160,7 +155,7 @@ def this_machine(config: TrainConfig, code: Sequence[str] = (), devices: int | N
     spread = replace(config, mesh=replace(config.mesh, replicas=2 if count > 1 else 1))
     reserved = process_bytes(libraries_of(config), code, spread)
     device = Device(
-        memory=available_memory() / count,
+        memory=free_memory() / count,
         reserved=float(reserved),
         holds_checkpoints=True,
     )

@@ -7,8 +7,9 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from penstock.planner.plans import Plan, Plans, count_text, no_plan
+from penstock.schedule.files.drawing import table
 from penstock.train.run.memory import Memory, memory_document
-from penstock.view.figures import bytes_text, percent, table, time_text
+from penstock.view.figures import bytes_text, percent, time_text
 
 KINDS = tuple(field.name for field in fields(Memory))
 
@@ -37,39 +38,23 @@ def plans_text(plans: Plans, most: int = 10, rejected: int = 6) -> str:
 def ranking_table(plans: Sequence[Plan]) -> str:
     """One line per plan."""
     rows = [
-        (
-            "",
-            "layout",
-            "schedule",
-            "stages",
-            "microbatches",
-            "recompute",
-            "step",
-            "+-",
-            "tokens/s",
-            "mfu",
-            "idle",
-            "memory",
-        )
+        {
+            "": str(number),
+            "layout": str(plan.layout),
+            "schedule": plan.family,
+            "stages": str(plan.stages),
+            "microbatches": f"{plan.microbatches} of {plan.rows}",
+            "recompute": "yes" if plan.recompute else "no",
+            "step": time_text(plan.seconds, "s"),
+            "+-": time_text(plan.seconds * plan.error, "s"),
+            "tokens/s": f"{plan.tokens_per_second:,.0f}",
+            "mfu": percent(plan.mfu),
+            "idle": percent(plan.idle),
+            "memory": bytes_text(plan.peak.process),
+        }
+        for number, plan in enumerate(plans, 1)
     ]
-    for number, plan in enumerate(plans, 1):
-        rows.append(
-            (
-                str(number),
-                str(plan.layout),
-                plan.family,
-                str(plan.stages),
-                f"{plan.microbatches} of {plan.rows}",
-                "yes" if plan.recompute else "no",
-                time_text(plan.seconds, "s"),
-                time_text(plan.seconds * plan.error, "s"),
-                f"{plan.tokens_per_second:,.0f}",
-                percent(plan.mfu),
-                percent(plan.idle),
-                bytes_text(plan.peak.process),
-            )
-        )
-    return table(rows, left=[1, 2])
+    return table([tuple(rows[0]), *(tuple(row.values()) for row in rows)], left=[1, 2])
 
 
 def memory_table(plans: Sequence[Plan]) -> str:

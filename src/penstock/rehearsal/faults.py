@@ -84,7 +84,7 @@ class PlannedFault:
 
 
 def parse_fault(text: str) -> PlannedFault:
-    """A fault from its text.
+    """Parse a planned fault from its text.
 
     Args:
         text: Such as `"die 3 at 12.5"`.
@@ -111,7 +111,7 @@ def parse_fault(text: str) -> PlannedFault:
 
 
 def check_plan(faults: Iterable[PlannedFault | str], program: Schedule, steps: int) -> list[PlannedFault]:
-    """The faults of a rehearsal, if the program has what they are about and each message has one fate."""
+    """Return the faults of a rehearsal; raise if the program lacks what they are about or a message has two fates."""
     planned = [check_planned(fault, program, steps) for fault in faults]
     fates: dict[tuple[float | Action, int], PlannedFault] = {}
     for fault in planned:
@@ -121,7 +121,7 @@ def check_plan(faults: Iterable[PlannedFault | str], program: Schedule, steps: i
 
 
 def check_planned(fault: PlannedFault | str, program: Schedule, steps: int) -> PlannedFault:
-    """The fault, if this program has what it is about."""
+    """Return the fault; raise if this program lacks what it is about."""
     if isinstance(fault, str):
         fault = parse_fault(fault)
     if not isinstance(fault, PlannedFault):

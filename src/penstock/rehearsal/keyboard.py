@@ -33,7 +33,8 @@ class Keyboard:
     def __init__(self, is_running: Callable[[], bool]) -> None:
         self._is_running = is_running
         self._handler: Any = signal.default_int_handler
-        self._lines: deque[int] = deque()  # of Penstock's code that still run before each press
+        # For each press, how many lines of Penstock's code still run before it.
+        self._lines: deque[int] = deque()
         self.ctrl_c = vars(CtrlC(self))
 
     # -- as the `signal` module
@@ -77,7 +78,7 @@ class Keyboard:
             frame = frame.f_back
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Python stops tracing where a trace function raises: go on with it, for the next press."""
+        """Go on tracing for the next press: Python stops tracing where a trace function raises."""
         if not self._lines:
             sys.setprofile(None)
         elif sys.gettrace() is None and self._is_running():

@@ -29,7 +29,7 @@ class Parcel(NamedTuple):
     message: Any
     occupied: float
     delay: float
-    fate: str = ""  # or "lose", "duplicate", "reorder"
+    fate: str = ""  # One of "", "lose", "duplicate" and "reorder".
 
 
 class Wire:
@@ -74,7 +74,7 @@ class Wire:
         return bool(self.messages) and self.messages[0][0] <= self._network.time.now
 
     def wait(self, limit: timedelta) -> None:
-        """Until a message is there; a RuntimeError, as gloo's, where none will come or none came in time."""
+        """Wait for a message; raise a RuntimeError, as gloo does, where none will come or none came in time."""
         messages, time = self.messages, self._network.time
         if messages and messages[0][0] <= time.now:
             return
@@ -97,11 +97,11 @@ class Wire:
             time.limit(math.inf)
 
     def take(self) -> Any:
-        """The message that is there."""
+        """Return the message that has arrived."""
         return self.messages.popleft()[1]
 
     def _closed_at(self) -> float:
-        """When the receiver sees that no more will come, as far as that is known."""
+        """Return when the receiver sees that no more will come, as far as that is known."""
         closed = self._network.closed
         own = closed.get(self.target, math.inf)
         if self.messages or self.source not in closed:
@@ -109,7 +109,7 @@ class Wire:
         return min(own, max(closed[self.source] + self._network.latency(self.source, self.target), self._last))
 
     def tell_closed(self) -> None:
-        """One of its ends has closed: whoever waits looks when that is seen."""
+        """Notify whoever waits, once it can see that one of the ends has closed."""
         if self._waiting is not None:
             self._network.time.wake(self._waiting, max(self._network.time.now, self._closed_at()))
 
@@ -119,16 +119,16 @@ class Network:
 
     def __init__(self, time: VirtualTime, latency: Callable[[int, int], float]) -> None:
         self.time = time
-        self.latency = latency  # of a message without size, from one rank to another
+        self.latency = latency  # Seconds that a message without size takes from one rank to another.
         self.free_at: defaultdict[tuple[int, int], float] = defaultdict(lambda: -math.inf)
         self.interruptible = False  # whether Ctrl-C may end a wait, as with shared memory
-        self.closed: dict[int, float] = {}  # when a rank's connections closed
+        self.closed: dict[int, float] = {}  # Times at which the connections of a rank closed, by rank.
         self.read_before: dict[bytes, Any] = {}  # what ranks say in exchanges, and what that means
         self._wires: dict[tuple[int, int, int], Wire] = {}
         self._by_rank: defaultdict[int, list[Wire]] = defaultdict(list)
 
     def wire(self, source: int, target: int, tag: int) -> Wire:
-        """The wire of this tag between the two."""
+        """Return the wire of this tag between the two."""
         wire = self._wires.get((source, target, tag))
         if wire is None:
             wire = self._wires[source, target, tag] = Wire(self, source, target)
@@ -137,14 +137,14 @@ class Network:
         return wire
 
     def close(self, rank: int) -> None:
-        """The rank's process dies, or closes all its connections."""
+        """Close all connections of the rank, whose process dies or leaves."""
         if rank not in self.closed:
             self.closed[rank] = self.time.now
             for wire in self._by_rank[rank]:
                 wire.tell_closed()
 
     def sees_closed(self, rank: int, peer: int) -> bool:
-        """Whether the rank can no longer send to the peer, and knows it."""
+        """Return whether the rank can no longer send to the peer, and knows it."""
         now = self.time.now
         return self.closed.get(rank, math.inf) <= now or (
             peer in self.closed and self.closed[peer] + self.latency(peer, rank) <= now
@@ -164,7 +164,7 @@ class Backend:
         self._network.wire(self._rank, peer, tag).put(content[0])
 
     def recv(self, content: Sequence[Any], peer: int, tag: int) -> Wire:
-        """What to wait for; who waits takes the message off the wire then."""
+        """Return what to wait for; whoever waits takes the message off the wire then."""
         if self._network.closed.get(self._rank, math.inf) <= self._network.time.now:
             raise RuntimeError(CLOSED)
         return self._network.wire(peer, self._rank, tag)

@@ -33,7 +33,7 @@ class StepDone(NamedTuple):
 
     loss: float | None
     losses: list[float]
-    gradients: dict[int, int]  # by stage
+    gradients: dict[int, int]  # By stage.
 
 
 class Notice(NamedTuple):
@@ -67,9 +67,10 @@ class Setting(NamedTuple):
     timeout: float
     steps: int
     batch: Batch
-    times: list[tuple[float, ...]]  # by op and stage
-    sizes: tuple[float, ...]  # by microbatch
-    ways: list[tuple[float, float]]  # by channel: time that a message occupies its link, and until it is there
+    times: list[tuple[float, ...]]  # Seconds, by op and stage.
+    sizes: tuple[float, ...]  # By microbatch.
+    # Of each channel, how long a message occupies its link, and how long it takes to arrive.
+    ways: list[tuple[float, float]]
     jitter: float
     seed: int
     record: bool
@@ -86,19 +87,20 @@ class RehearsedRank:
         self._random = random.Random(setting.seed * 1_000_003 + rank)
         self.strikes: dict[
             tuple[int, Op, int, int, int | None], list[PlannedFault]
-        ] = {}  # by step, op, stage, microbatch, peer
+        ] = {}  # Keys are (step, op, stage, microbatch, peer).
         self.struck: list[PlannedFault] = []
-        self.factor = 1.0  # of its computations' times
+        self.factor = 1.0  # Multiplies the times of its computations.
         self.stalled_until = -math.inf
         self.failing: PlannedFault | None = None
-        self._share = 1.0  # of the time of an overlapped pair's parts
+        self._share = 1.0  # Share of time that each part of an overlapped pair takes.
         self._step = 0
         self.channels: tuple[Channel, ...] = ()
         self.ended = False
         self.done: dict[int, StepDone] = {}
         self.notices: list[Notice] = []
         self.order: list[Done] = []
-        self.computes: dict[int, list[float]] = {}  # by step: when the first computation began, when the last ended
+        # Of each step, when the first computation began and the last one ended.
+        self.computes: dict[int, list[float]] = {}
 
     # -- the process
 
@@ -148,7 +150,7 @@ class RehearsedRank:
         )
 
     def _overlapped(self, pair: Action, context: Context) -> None:
-        """Both halves at once: they wait for what both need, and take their share of the sum of their times."""
+        """Run both halves at once: they wait for what both need, and take their share of the sum of their times."""
         context.fetch(pair)
         first, second = pair.parts()
         forward, backward = (first, second) if first.op is Op.F else (second, first)
@@ -160,7 +162,7 @@ class RehearsedRank:
     # -- what its stages and channels tell
 
     def _spend(self, op: Op, stage: int, microbatch: int) -> None:
-        """A computation takes its time."""
+        """Spend the time that a computation takes."""
         setting, time = self._setting, self._time
         if self.strikes:
             for fault in self.strikes.pop((self._step, op, stage, microbatch, None), ()):
@@ -192,7 +194,7 @@ class RehearsedRank:
             self.order.append((channel.target_stage, op, microbatch, channel.source_stage))
 
     def stamp(self, channel_number: int, message: Message) -> Parcel:
-        """What becomes of a message on its way."""
+        """Decide what becomes of a message on its way."""
         setting, microbatch = self._setting, message.microbatch
         channel = self.channels[channel_number]
         occupied, delay = setting.ways[channel_number]
@@ -213,7 +215,7 @@ class RehearsedRank:
     # -- what it lives through
 
     def strike(self, fault: PlannedFault) -> None:
-        """The fault happens now; a computation that is to fail does so as it ends."""
+        """Carry out the fault now; a computation that is to fail does so as it ends."""
         if fault.kind != "fail":
             self.struck.append(fault)
         if fault.is_fatal:

@@ -122,7 +122,7 @@ def checked(
     jitter: float,
     store_host: int | None,
 ) -> tuple[Schedule, Costs, list[PlannedFault]]:
-    """The program, costs and faults of a rehearsal, if all of what was asked for can be rehearsed."""
+    """Return the program, costs and faults of a rehearsal; raise if any of what was asked for cannot be rehearsed."""
     expect_schedule(schedule, "rehearse")
     if costs is not None and not isinstance(costs, Costs):
         raise UsageError(f"costs must be a Costs, such as Costs(forward=0.2, input=0.2, weight=0.1); got {costs!r}")
@@ -157,7 +157,7 @@ def checked(
 def limit_of(
     program: Schedule, costs: Costs, faults: Sequence[PlannedFault], steps: int, timeout: float, jitter: float
 ) -> float:
-    """When every rank has ended, unless it hangs: what the steps take at most, and then the time to find a culprit."""
+    """Return when every rank has ended unless it hangs: the most that the steps take, and time to find a culprit."""
     slowest = math.prod(max(fault.factor, 1.0) for fault in faults)
     pauses = sum(fault.seconds for fault in faults if fault.kind in ("stop", "stall") and fault.seconds < math.inf)
     step = simulate(program, costs).makespan * slowest * (1 + 10 * jitter)
@@ -175,12 +175,12 @@ def make_setting(
     seed: int,
     record: bool,
 ) -> Setting:
-    """What the ranks of a rehearsal have in common."""
+    """Make what the ranks of a rehearsal have in common."""
     count = program.microbatches
     ways = []
     for link in links(program.placement, program.topology):
         there = link.source_rank, link.target_rank
-        for way in (there, there[::-1]):  # in the order of a mailbox's channels
+        for way in (there, there[::-1]):  # Both directions stand in the order of a mailbox's channels.
             ways.append(max(costs.wire(link.source, target, way) for target in link.targets))
     latency = costs.hop or costs.latency
     network = Network(time, lambda source, target: latency)
@@ -205,7 +205,7 @@ def make_setting(
 def plan_faults(
     faults: Sequence[PlannedFault], ranks: Sequence[RehearsedRank], time: VirtualTime, program: Schedule
 ) -> None:
-    """Each fault waits for its time, or for its action on its rank."""
+    """Plan each fault for its time, or for its action on its rank."""
     for fault in faults:
         at = fault.at
         if isinstance(at, Action):
@@ -220,7 +220,7 @@ def plan_faults(
 
 @contextmanager
 def _without_collecting(size: int) -> Iterator[None]:
-    """Millions of actions are no garbage, and looking through them again and again takes longer than running them."""
+    """Pause garbage collection: to look through millions of actions, which are no garbage, takes longer than to run."""
     was = gc.isenabled()
     if size > 1_000_000:
         gc.disable()

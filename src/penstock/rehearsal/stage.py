@@ -37,8 +37,8 @@ class RehearsedStage(Stage):
         self.gradient = 0  # the sum over microbatches, in this step
         self.step = 0
         self._spend = spend
-        self._outputs: dict[int, int] = {}  # between forward and backward
-        self._deferred: dict[int, int] = {}  # between I and W
+        self._outputs: dict[int, int] = {}  # Kept between forward and backward.
+        self._deferred: dict[int, int] = {}  # Kept between I and W.
 
     def begin_step(self, microbatches: int) -> None:
         self.gradient = 0
@@ -87,22 +87,22 @@ class RehearsedStage(Stage):
 
 
 def output_of(step: int, stage: int, microbatch: int, arrived: Sequence[int]) -> int:
-    """What a stage makes of what has arrived."""
+    """Return what a stage makes of what has arrived."""
     return hash((step, stage, microbatch, *arrived))
 
 
 def gradient_of(output: int, gradients: Sequence[int]) -> int:
-    """What a stage makes of the gradients of its output."""
+    """Return what a stage makes of the gradients of its output."""
     return hash((output, *gradients))
 
 
 def loss_of(output: int, target: object = None) -> Tensor:
-    """The loss of a microbatch."""
+    """Return the loss of a microbatch."""
     return torch.tensor(float(output % _LOSSES), dtype=torch.float64, device="cpu")
 
 
 def plain_loop(topology: Topology, microbatches: int, step: int, training: bool) -> tuple[list[float], list[int]]:
-    """The losses of all microbatches and the gradients of all stages, without a pipeline."""
+    """Return the losses of all microbatches and the gradients of all stages, computed without a pipeline."""
     losses, sums = [], [0] * topology.stages
     producers = [topology.producers(stage) for stage in range(topology.stages)]
     consumers = [topology.consumers(stage) for stage in range(topology.stages)]

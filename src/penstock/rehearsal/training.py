@@ -139,7 +139,7 @@ class ProcessTime(VirtualTime):
 
     def __init__(self, seed: int, start: float = 0.0) -> None:
         super().__init__(seed, start)
-        self.keyboards: dict[Task, Keyboard] = {}  # by the task that is a rank's main thread
+        self.keyboards: dict[Task, Keyboard] = {}  # Keys are the tasks that are ranks' main threads.
         self.is_switching = False  # whether nobody's code runs
 
     def wait(self, until: float = float("inf")) -> None:
@@ -196,7 +196,7 @@ class _Attempt:
         )
 
     def _end(self, time: VirtualTime) -> None:
-        """All processes end. Here they leave by an exception, and on their way out tidy up what a kill would not."""
+        """End all processes. They leave by an exception here, and on their way out tidy up what a kill would not."""
         kept = None
         if self._folder is not None and self._folder.exists():
             kept = self._folder.with_name(f"{self._folder.name}.as-it-was")
@@ -278,7 +278,7 @@ class TrainedRank(RehearsedRank):
             if time.over:
                 return
             self.error = error
-        self._setting.network.close(self.rank)  # its process ends
+        self._setting.network.close(self.rank)  # A process that ends closes its connections.
         self.ended = True
         self._setting.unsettled.discard(self.rank)
 
@@ -301,7 +301,7 @@ class TrainedRank(RehearsedRank):
         return RehearsedWorld(transport)
 
     def pace(self, executor: Executor) -> None:
-        """From here on the executor's computations take their stated time."""
+        """Make the executor's computations take their stated time from here on."""
         self._executor = executor
         self._ways = dict(zip(executor.mailbox.channels, self._setting.ways, strict=True))
         for op, function in list(executor.computes.items()):
@@ -319,7 +319,7 @@ class TrainedRank(RehearsedRank):
         return compute
 
     def stamp(self, channel: int, message: Message) -> Parcel:
-        """What becomes of a message on its way; between processes, values are copied."""
+        """Decide what becomes of a message on its way; between processes, values are copied."""
         message = message._replace(value=pytree.tree_map_only(Tensor, _copied, message.value))
         if self.channels[channel] in self._ways:
             return super().stamp(channel, message)

@@ -51,9 +51,14 @@ class RehearsalIncoming(QueuedIncoming[Message]):
         self._transfers = transfers
         self._posted = posted
 
-    def _post(self, microbatch: int) -> None:
+    @uninterrupted
+    def post(self, microbatch: int) -> None:
+        if microbatch in self.posted:
+            raise self._posted_already(microbatch)
         self.due.append(microbatch)
         self._posted(self._number, microbatch)
+        self.posted[microbatch] = None
+        self.count += 1
 
     @uninterrupted
     def receive(self, microbatch: int) -> Any:
@@ -87,15 +92,20 @@ class RehearsalOutgoing(Outgoing):
         self._connection = transfers.connection(channel.target_rank)
         self._stamp = stamp
 
-    def _send(self, microbatch: int, value: Any) -> None:
+    @uninterrupted
+    def send(self, microbatch: int) -> None:
+        if microbatch not in self.ready:
+            raise self._not_ready(microbatch)
         self._transfers.check_not_broken()
-        self._put(Message(self._transfers.exchanges, self.count, microbatch, value, None))
+        self._put(Message(self._transfers.exchanges, self.count, microbatch, self.ready[microbatch], None))
+        del self.ready[microbatch]
+        self.count += 1
 
     def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:
         self._put(Message(self._transfers.exchanges, self.count, microbatch, None, failure))
 
     def _put(self, message: Message) -> None:
-        parcel: Any = self._stamp(self._number, message)  # in the place of a tensor
+        parcel: Any = self._stamp(self._number, message)  # A parcel stands in the place of a tensor.
         self._transfers.send(parcel, self._connection, self._number, self.channel, message.microbatch)
 
 

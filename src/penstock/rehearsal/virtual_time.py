@@ -27,7 +27,8 @@ except ModuleNotFoundError as error:  # not every installation rehearses
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
 EVERYWHERE = -1  # the rank of tasks that belong to no rank
-_LIMIT = -1  # in the place of a ticket: look whether the task's limit has come
+# Instead of a ticket, this number in the queue asks to look whether the task's limit has come.
+_LIMIT = -1
 
 
 class Task:
@@ -39,8 +40,8 @@ class Task:
         self.rank = rank
         self.greenlet = run
         self.is_started = False
-        self.ticket = 0  # of its present wait: what was meant to end an earlier one is void
-        self.limit = math.inf  # when its present wait ends at the latest
+        self.ticket = 0  # Number of its present wait; what was meant to end an earlier one is void.
+        self.limit = math.inf  # Time at which its present wait ends at the latest.
         self.has_timer = False  # one timer serves the limits of all its waits, which hardly ever come
 
 
@@ -87,7 +88,8 @@ class VirtualTime:
             return
         if following is None or not following.is_started:
             self._unstarted = following
-            self._hub.switch()  # which starts it: a greenlet that another starts counts that one's depth of calls too
+            # The hub starts it, because a greenlet that another one starts counts that one's depth of calls too.
+            self._hub.switch()
         else:
             self.current = following
             following.greenlet.switch()
@@ -95,7 +97,7 @@ class VirtualTime:
             raise GreenletExit
 
     def limit(self, until: float) -> None:
-        """The waits of this task from here on end at that time; `math.inf` for no limit."""
+        """Limit the waits of this task from here on: they end at that time (`math.inf`: no limit)."""
         task = self.current
         task.limit = until
         if until < math.inf and not task.has_timer:
@@ -109,13 +111,13 @@ class VirtualTime:
     # -- from within a fault
 
     def stop(self, rank: int, until: float = math.inf) -> None:
-        """The rank stands still: none of its tasks runs before that time, whatever else ends earlier."""
+        """Stop the rank: none of its tasks runs before that time, whatever else ends earlier."""
         self._stopped[rank] = max(until, self._stopped.get(rank, until))
         if until < math.inf:
             self.start(EVERYWHERE, lambda: self._go_on(rank), until)
 
     def _go_on(self, rank: int) -> None:
-        """The rank runs again, with everything that has become due meanwhile, if this was the last of its stops."""
+        """Let the rank run again, with all that has become due meanwhile, if this was the last of its stops."""
         if self._stopped.get(rank, math.inf) > self.now:
             return
         del self._stopped[rank]
@@ -124,7 +126,7 @@ class VirtualTime:
         self._held.clear()
 
     def is_stopped(self, rank: int) -> bool:
-        """Whether it stands still."""
+        """Return whether the rank stands still."""
         return rank in self._stopped
 
     # -- from outside
@@ -151,7 +153,7 @@ class VirtualTime:
         self._tasks.clear()
 
     def _next(self) -> Task | None:
-        """The task that is due next; the clock moves to it."""
+        """Return the task that is due next, and move the clock to its time."""
         due, stopped = self._due, self._stopped
         while due:
             at, _, _, task, ticket = heapq.heappop(due)
@@ -178,7 +180,7 @@ class RankClock(Clock):
 
     def __init__(self, time: VirtualTime, rank: int, file_seconds: float = 0.0) -> None:
         self._time, self._rank = time, rank
-        self._file_seconds = file_seconds  # that each work on a file takes
+        self._file_seconds = file_seconds  # Seconds that each work on a file takes.
 
     def now(self) -> float:
         return self._time.now

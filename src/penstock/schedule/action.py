@@ -21,8 +21,6 @@ from typing import Any, NamedTuple, NoReturn, Self, cast
 
 from penstock.errors import Fault, NotationError
 
-__all__ = ["Action", "Op", "parse"]
-
 
 class Op(IntEnum):
     """The kind of an action.
@@ -150,7 +148,7 @@ class Action(_Fields):
 
     @classmethod
     def overlap(cls, first: Action, second: Action) -> Self:
-        """A pair of a forward and a backward that may run at the same time, in this order.
+        """Make a pair of a forward and a backward that may run at the same time, in this order.
 
         Args:
             first: The first of the two.
@@ -176,7 +174,7 @@ class Action(_Fields):
         return parse(text)
 
     def parts(self) -> tuple[Action, ...]:
-        """The two halves of an overlapped pair, in order; for any other action, the action itself."""
+        """Return the two halves of an overlapped pair, in order; of any other action, the action itself."""
         return self.pair if self.pair is not None else (self,)
 
     @property
@@ -221,12 +219,12 @@ def _restore(text: str) -> Action:
 
 
 def trusted(stage: int, op: Op, microbatch: int | None = None, peer: int | None = None) -> Action:
-    """An Action from numbers that are known to be right: builders and passes make millions."""
+    """Make an Action from numbers that are known to be right: builders and passes make millions."""
     return tuple.__new__(Action, (stage, op, microbatch, peer, None))
 
 
 def in_order(stage: int, op: Op, microbatches: Iterable[int]) -> list[Action]:
-    """An op of one stage for several microbatches, as `trusted` makes each."""
+    """Make one stage's actions of one op for several microbatches, as `trusted` makes each."""
     fields = zip(repeat(stage), repeat(op), microbatches, repeat(None), repeat(None), strict=False)
     return [*map(cast("Any", tuple.__new__), repeat(Action), fields)]
 

@@ -19,9 +19,7 @@ from penstock.errors import UsageError
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.seen import Row
 
-__all__ = ["Array", "Columns", "blocks", "check_size"]
-
-Array = Any  # of numpy, which is not imported for the sake of a name
+Array = Any  # An array of numpy, which is not imported for the sake of a name.
 OPS = tuple(Op)
 NAMES = tuple(Op.__members__)
 MOST = 2**31 - 1  # what an element holds; a larger number is no stage and no microbatch of any schedule
@@ -58,7 +56,7 @@ class Columns:
 
     @classmethod
     def of(cls, rows: Iterable[Sequence[Action | None]]) -> Columns:
-        """The columns of rows of actions, of which no more than one has to be there at a time."""
+        """Make the columns of rows of actions, of which no more than one has to exist at a time."""
         import numpy as np
 
         fields: list[list[Array]] = [[], [], [], [], []]
@@ -116,7 +114,7 @@ class Columns:
         return any((column == MOST).any() for column in (self.stage, self.microbatch, self.peer))
 
     def kept(self, chosen: Array) -> Columns:
-        """Only the chosen parts, in the same order and without idle slots between them."""
+        """Return only the chosen parts, in the same order and without idle slots between them."""
         import numpy as np
 
         if chosen.all() and sum(self.lengths) == self.size - len(self.second):
@@ -132,7 +130,7 @@ class Columns:
         return Columns(tuple(np.diff(offsets).tolist()), starts, position, *fields)
 
     def opened(self, closed: Array | None = None) -> Columns:
-        """The same with every part in a cell of its own, without idle slots.
+        """Return the same parts, each in a cell of its own, without idle slots.
 
         `closed` are the second parts of pairs that stay pairs.
         """
@@ -148,7 +146,7 @@ class Columns:
         return Columns(lengths, self.starts, position, self.stage, self.op, self.microbatch, self.peer)
 
     def forward_first(self) -> Columns:
-        """The same with the forward of each pair before the backward: what a rank holds while both run."""
+        """Return the same with the forward of each pair before the backward: what a rank holds while both run."""
         swapped = self.second[self.op[self.second] == Op.F]
         fields = []
         for name in ("stage", "op", "microbatch", "peer"):
@@ -158,7 +156,7 @@ class Columns:
         return Columns(self.lengths, self.starts, self.position, *fields)
 
     def part(self, number: int) -> Action:
-        """One part as an action."""
+        """Return one part as an action."""
         microbatch, peer = int(self.microbatch[number]), int(self.peer[number])
         return trusted(
             int(self.stage[number]),
@@ -168,7 +166,7 @@ class Columns:
         )
 
     def row(self, rank: int) -> Row:
-        """The row of a rank, as actions."""
+        """Return the row of a rank, as actions."""
         first, last = int(self.starts[rank]), int(self.starts[rank + 1])
         stage, op, microbatch, peer, position = (
             getattr(self, name)[first:last].tolist() for name in ("stage", "op", "microbatch", "peer", "position")
@@ -191,7 +189,7 @@ class Columns:
         return tuple(cells)
 
     def texts(self, rank: int, idle: str) -> list[str]:
-        """The cells of a row in the notation of actions, without an action being made; `idle` for an idle slot."""
+        """Return the cells of a row in the notation of actions, without making an action; `idle` for an idle slot."""
         first, last = int(self.starts[rank]), int(self.starts[rank + 1])
         stage, op, microbatch, position = (
             getattr(self, name)[first:last].tolist() for name in ("stage", "op", "microbatch", "position")
@@ -219,12 +217,12 @@ class Columns:
 
 
 def blocks(size: int, most: int = 1 << 22) -> Iterator[slice]:
-    """All elements in blocks, so that what is computed on the way never takes more than a block's memory."""
+    """Yield all elements in blocks, so that what is computed on the way never takes more than a block's memory."""
     return (slice(first, min(first + most, size)) for first in range(0, size, most))
 
 
 def _columns_of_row(row: Sequence[Action | None]) -> tuple[Array, ...]:
-    """Position, stage, op, microbatch and peer of each part of a row."""
+    """Return position, stage, op, microbatch and peer of each part of a row."""
     import numpy as np
 
     actions = [action for action in row if action is not None]
@@ -241,7 +239,7 @@ def _columns_of_row(row: Sequence[Action | None]) -> tuple[Array, ...]:
 
 
 def _numbers(values: tuple[int | None, ...]) -> Array:
-    """Whole numbers, -1 for None."""
+    """Return whole numbers as an array, -1 for None."""
     import numpy as np
 
     if None in values:

@@ -30,8 +30,6 @@ from penstock.schedule.events import Waits
 from penstock.schedule.placement import Placement
 from penstock.schedule.topology import Topology
 
-__all__ = ["Needs", "Stuck", "Table", "Value", "makes", "needs", "stuck_at", "waits_in_cells", "waits_of"]
-
 
 class Value(IntEnum):
     """What a stage makes for a microbatch."""
@@ -42,7 +40,7 @@ class Value(IntEnum):
 
 
 def needs(op: Op, stage: int, topology: Topology) -> tuple[tuple[Value, int], ...]:
-    """The (value, stage) pairs that must exist, for the same microbatch, before the compute."""
+    """Return the (value, stage) pairs that must exist, for the same microbatch, before the compute."""
     if op is Op.F:
         return tuple((Value.OUTPUT, producer) for producer in topology.producers(stage))
     if op in (Op.B, Op.I):
@@ -54,7 +52,7 @@ def needs(op: Op, stage: int, topology: Topology) -> tuple[tuple[Value, int], ..
 
 
 def makes(op: Op) -> tuple[Value, ...]:
-    """The values of its own stage and microbatch that exist once the compute is done."""
+    """Return the values of its own stage and microbatch that exist once the compute is done."""
     return _MAKES.get(op, ())
 
 
@@ -102,7 +100,7 @@ class Table:
             self.carried[op] = tuple(self._elsewhere(op, stage, placement, topology) for stage in stages)
 
     def base(self, value: Value, stage: int, rank: int, reader: int) -> int:
-        """Where microbatch 0 of a value on a rank stands, for a stage there that reads it."""
+        """Return where microbatch 0 of a value on a rank stands, for a stage there that reads it."""
         alone = value is Value.GRADIENT and self._home[stage] != rank
         key = (value, stage, rank, reader if alone else stage)
         found = self._bases.get(key)
@@ -117,7 +115,7 @@ class Table:
         return len(self.names) * self.microbatches
 
     def name(self, position: int) -> tuple[Value, int, int, int]:
-        """(value, stage, rank, microbatch) of a position."""
+        """Return (value, stage, rank, microbatch) of a position."""
         key, microbatch = divmod(position, self.microbatches)
         return (*self.names[key][:3], microbatch)
 
@@ -135,7 +133,9 @@ class Table:
         return tuple(dict.fromkeys(found))
 
     def positions(self, columns: Columns, bases: Sequence[Sequence[Sequence[int]]]) -> tuple[Array, Array]:
-        """(number of the compute, position) for all computes; `bases` are those of `needed`, `made` or such a table."""
+        """Return (number of the compute, position) for all computes; `bases` are those of `needed`, `made` or such a
+        table.
+        """
         import numpy as np
 
         most = max(len(found) for by_stage in bases[: Op.W + 1] for found in by_stage)
@@ -154,7 +154,7 @@ class Table:
         return np.concatenate(numbers or [computes[:0]]), np.concatenate(positions or [computes[:0]])
 
     def makers(self, columns: Columns) -> Array:
-        """By position: the number of the first compute that makes the value; that of no compute where none does.
+        """Return, by position, the number of the first compute that makes the value; of none, that of no compute.
 
         A value counts as carried to other ranks the moment it is made.
         """
@@ -177,7 +177,7 @@ class Needs(NamedTuple):
 
 
 def waits_of(table: Table, columns: Columns) -> Needs:
-    """Who waits for whom, but for what a rank's own order sees to.
+    """Return who waits for whom, leaving out what a rank's own order sees to.
 
     The parts of a pair may run at the same time: what one makes cannot be what the other needs.
     """
@@ -194,7 +194,7 @@ def waits_of(table: Table, columns: Columns) -> Needs:
 
 
 def waits_in_cells(columns: Columns, needs: Needs) -> Waits:
-    """The same for `events.run`, without delays: a pair waits as a whole, and then makes all that it makes."""
+    """Return the same for `events.run`, without delays: a pair waits as a whole, and then makes all that it makes."""
     import numpy as np
 
     return Waits(columns.cell[needs.who], needs.on, np.broadcast_to(0.0, len(needs.who)))
@@ -218,7 +218,7 @@ class Stuck(NamedTuple):
 
 
 def stuck_at(columns: Columns, table: Table, needs: Needs, stuck: Iterable[tuple[int, int]]) -> list[Stuck]:
-    """What `events.run` says of rows that cannot go on, in terms of actions and values."""
+    """Express what `events.run` reports of rows that cannot go on in terms of actions and values."""
     found = []
     for rank, number in stuck:
         value, stage, _, microbatch = table.name(int(needs.position[number]))

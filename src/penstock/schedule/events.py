@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from penstock.schedule.columns import Array
 
-__all__ = ["Outcome", "Waits", "run"]
-
 MANY = 64  # rows, and events in each, from which it pays to run all rows together
 
 
@@ -81,7 +79,7 @@ class _Steps(NamedTuple):
 
 
 def _steps(starts: Array, lengths: Array, waits: Waits) -> _Steps:
-    """Before an event with several waits come steps of no length, which wait for all but the last of them."""
+    """Put steps of no length before an event with several waits; they wait for all but the last of them."""
     import numpy as np
 
     order = np.argsort(waits.event, kind="stable")
@@ -111,7 +109,7 @@ class _Rows:
         self.waiting: dict[int, list[int]] = {}  # step -> rows that wait for its end
 
     def run_together(self) -> None:
-        """Every row that can takes one step, again and again, until too few of them can."""
+        """Let every row that can take one step, again and again, until too few of them can."""
         import numpy as np
 
         ends, delay, length = np.frombuffer(self.ends), self.delay, self.length
@@ -140,7 +138,7 @@ class _Rows:
         self.clocks[:-1] = clocks.tolist()
 
     def run_in_turn(self) -> None:
-        """One row after the other goes as far as it can."""
+        """Let one row after the other go as far as it can."""
         if self.cursors[:-1] == self.first[1:].tolist():
             return
         on, delay, length = _plain("i", self.on), _plain("d", self.delay), _plain("d", self.length)
@@ -168,7 +166,7 @@ class _Rows:
 
 
 def _plain(kind: str, values: Array) -> array[Any]:
-    """The same numbers in an array that plain Python reads quickly."""
+    """Return the same numbers in an array that plain Python reads quickly."""
     found: array[Any] = array(kind)
     found.frombytes(values.tobytes())
     return found

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from penstock.errors import UsageError
 from penstock.rules import check_count, is_index
 
-__all__ = ["Placement"]
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -53,7 +51,7 @@ class Placement:
 
     @classmethod
     def loop(cls, ranks: int, stages_per_rank: int = 1) -> Placement:
-        """0 1 2 3 0 1 2 3: each round starts at rank 0 again.
+        """Make 0 1 2 3 0 1 2 3: each round starts at rank 0 again.
 
         Args:
             ranks: Number of ranks.
@@ -64,7 +62,7 @@ class Placement:
 
     @classmethod
     def v(cls, ranks: int, stages_per_rank: int = 2) -> Placement:
-        """0 1 2 3 3 2 1 0: each round turns back, so that the value stays on its rank at the turn.
+        """Make 0 1 2 3 3 2 1 0: each round turns back, so that the value stays on its rank at the turn.
 
         Args:
             ranks: Number of ranks.
@@ -76,7 +74,7 @@ class Placement:
 
     @classmethod
     def block(cls, ranks: int, stages_per_rank: int = 1) -> Placement:
-        """0 0 1 1 2 2: neighbouring stages together, as if each rank had one larger stage.
+        """Make 0 0 1 1 2 2: neighbouring stages together, as if each rank had one larger stage.
 
         Args:
             ranks: Number of ranks.
@@ -91,7 +89,7 @@ class Placement:
         return len(self.by_stage)
 
     def rank_of(self, stage: int) -> int:
-        """The rank that owns a stage.
+        """Return the rank that owns a stage.
 
         Args:
             stage: The stage.
@@ -101,7 +99,7 @@ class Placement:
         return self.by_stage[stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank owns, in ascending order.
+        """Return the stages that a rank owns, in ascending order.
 
         Args:
             rank: The rank.

@@ -13,11 +13,9 @@ from penstock.rules import check_count
 from penstock.schedule.columns import Columns
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["repeated"]
-
 
 def repeated(schedule: Schedule, steps: int) -> Schedule:
-    """The schedule of that many steps, each rank running its row once per step; microbatches are counted on.
+    """Return the schedule of that many steps: each rank runs its row once per step, and microbatches are counted on.
 
     Args:
         schedule: The schedule or program of one step.

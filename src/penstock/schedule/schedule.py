@@ -80,7 +80,7 @@ class Schedule:
         name: str = "",
         passes: Iterable[str] | None = None,
     ) -> None:
-        filled = () if isinstance(rows, Columns) else rows_of(rows)  # who has columns states all facts
+        filled = () if isinstance(rows, Columns) else rows_of(rows)  # Whoever passes columns states all facts.
         if placement is None:
             placement = placement_seen(filled)
         elif not isinstance(placement, Placement):
@@ -109,8 +109,8 @@ class Schedule:
         }.items():
             self.__dict__[name_] = value
 
-    def __getattr__(self, name: str) -> Any:  # only of what is not there yet
-        if name == "certificate":  # until verify has proved it, or load has found one that is for it
+    def __getattr__(self, name: str) -> Any:  # Only names that are not in the instance yet come here.
+        if name == "certificate":  # Set once `verify` has proved it, or `load` has found one that is for it.
             return None
         if name != "rows" or "columns" not in self.__dict__:
             raise AttributeError(f"a Schedule has no {name!r}")
@@ -164,7 +164,7 @@ class Schedule:
         return frozenset(OPS[number] for number in np.bincount(self.columns.op).nonzero()[0])
 
     def rank(self, rank: int) -> Row:
-        """What a rank does, in order; `None` is an idle slot.
+        """Return what a rank does, in order; `None` is an idle slot.
 
         Args:
             rank: The rank.
@@ -174,7 +174,7 @@ class Schedule:
         return self.rows[rank]
 
     def parts(self) -> Iterator[tuple[int, int, Action]]:
-        """Every action as (rank, position, action), with overlapped pairs taken apart."""
+        """Yield every action as (rank, position, action), with overlapped pairs taken apart."""
         return parts_of(self.rows)
 
     def __repr__(self) -> str:
@@ -184,7 +184,7 @@ class Schedule:
     # -- deriving others from it
 
     def replace(self, rows: Iterable[Iterable[Action | None]] | Columns | None = None, **changes: Any) -> Schedule:
-        """The same schedule with other rows or other facts.
+        """Make the same schedule with other rows or other facts.
 
         Args:
             rows: The new rows. By default, the present ones.
@@ -195,7 +195,7 @@ class Schedule:
         return replace(self, rows=cast("Any", rows), **changes)
 
     def compute(self) -> Schedule:
-        """Only the computes, in the same order, without idle slots, transfers or sharding."""
+        """Return a schedule of the computes only, in the same order, without idle slots, transfers or sharding."""
         return self.replace(self.columns.kept(self.columns.op <= Op.W), passes=frozenset())
 
     # -- text, files
@@ -252,7 +252,7 @@ class Schedule:
         return load(path, facts, check)
 
     def place(self, number: int) -> tuple[int, int, Action]:
-        """A part as (rank, position, action), by its number in `columns`.
+        """Return a part as (rank, position, action), by its number in `columns`.
 
         Args:
             number: The number of the part.
@@ -266,7 +266,7 @@ class Schedule:
         return rank, position, entry.parts()[number - int(columns.cell[number])]
 
     def messages(self, source: int, target: int) -> tuple[Action, ...]:
-        """What crosses from one rank to another in a lowered program, in order: the sends of `source`.
+        """Return what crosses from one rank to another in a lowered program, in order: the sends of `source`.
 
         Args:
             source: The rank that sends.
@@ -289,7 +289,7 @@ def expect_schedule(value: object, call: str) -> None:
 
 
 def recomputing_stages(recompute: Iterable[int], stages: int) -> frozenset[int]:
-    """The stages that recompute, refused where there are no such stages."""
+    """Return the stages that recompute; raise where there are no such stages."""
     try:
         found = frozenset(recompute)
     except TypeError:

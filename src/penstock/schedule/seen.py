@@ -14,26 +14,12 @@ from penstock.errors import Fault, NotationError, ScheduleError, UsageError
 from penstock.schedule.action import Action, Op, parse
 from penstock.schedule.placement import Placement
 
-__all__ = [
-    "PASSES",
-    "Row",
-    "actions_of",
-    "forwards_seen",
-    "microbatches_seen",
-    "ops_of",
-    "parts_of",
-    "passes_seen",
-    "placement_seen",
-    "rows_of",
-    "skips_seen",
-]
-
 Row = tuple[Action | None, ...]
 PASSES = frozenset(("transfers", "reductions", "shards"))
 
 
 def parts_of(rows: Sequence[Row]) -> Iterator[tuple[int, int, Action]]:
-    """(rank, position, action) of every action, overlapped pairs opened."""
+    """Yield (rank, position, action) of every action, overlapped pairs opened."""
     for rank, row in enumerate(rows):
         for position, action in enumerate(row):
             if action is not None:
@@ -42,7 +28,7 @@ def parts_of(rows: Sequence[Row]) -> Iterator[tuple[int, int, Action]]:
 
 
 def placement_seen(rows: Sequence[Row]) -> Placement:
-    """Each stage where most of its computes stand; a stage that stands nowhere goes to rank 0."""
+    """Place each stage where most of its computes stand; a stage that stands nowhere goes to rank 0."""
     places: dict[int, Counter[int]] = {}
     for rank, _, action in parts_of(rows):
         places.setdefault(action.stage, Counter())[rank] += 1
@@ -63,7 +49,7 @@ def placement_seen(rows: Sequence[Row]) -> Placement:
 
 
 def forwards_seen(rows: Sequence[Row]) -> dict[int, set[int]]:
-    """The microbatches that each stage runs forward."""
+    """Return the microbatches that each stage runs forward."""
     forwards: dict[int, set[int]] = {}
     for _, _, action in parts_of(rows):
         if action.op is Op.F and action.microbatch is not None:
@@ -72,7 +58,7 @@ def forwards_seen(rows: Sequence[Row]) -> dict[int, set[int]]:
 
 
 def microbatches_seen(rows: Sequence[Row]) -> int:
-    """How many microbatches most stages run forward, so that one stray number is a fault."""
+    """Return how many microbatches most stages run forward, so that one stray number is a fault."""
     forwards = forwards_seen(rows)
     if not forwards:
         raise ScheduleError("the schedule has no forward, so the number of microbatches is unknown; pass microbatches=")
@@ -81,12 +67,12 @@ def microbatches_seen(rows: Sequence[Row]) -> int:
 
 
 def ops_of(rows: Iterable[Iterable[Action | None]]) -> frozenset[Op]:
-    """The ops that stand in the rows."""
+    """Return the ops that stand in the rows."""
     return frozenset(action[1] for row in rows for action in row if action is not None)
 
 
 def passes_seen(ops: Iterable[Op]) -> frozenset[str]:
-    """Which passes must have run, by the ops that they add."""
+    """Return which passes must have run, by the ops that they add."""
     ops = frozenset(ops)
     names = {
         "transfers": any(op.is_transfer for op in ops),
@@ -97,7 +83,7 @@ def passes_seen(ops: Iterable[Op]) -> frozenset[str]:
 
 
 def skips_seen(rows: Sequence[Row], stages: int) -> list[tuple[int, int]]:
-    """Edges that transfers in the rows name; needed for files, which hold nothing else."""
+    """Return the edges that transfers in the rows name; needed for files, which hold nothing else."""
     skips = set()
     for _, _, action in parts_of(rows):
         if action.peer is not None:
@@ -131,7 +117,7 @@ def actions_of(
 
 
 def rows_of(rows: Iterable[Iterable[Action | str | None] | str]) -> tuple[Row, ...]:
-    """Rows of actions from what a user gives: actions or their text, None or `.` for an idle slot."""
+    """Make rows of actions from what a user gives: actions or their text, None or `.` for an idle slot."""
     if not isinstance(rows, Iterable) or isinstance(rows, (str, Mapping)):
         raise UsageError(
             f"a schedule is a list of rows, one for each rank, such as [['0F0', '0B0'], ['1F0', '1B0']]; got {rows!r} "

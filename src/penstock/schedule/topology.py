@@ -19,8 +19,6 @@ from typing import NamedTuple
 from penstock.errors import UsageError
 from penstock.schedule.placement import Placement
 
-__all__ = ["Link", "Topology", "links"]
-
 
 @dataclass(frozen=True)
 class Topology:
@@ -58,7 +56,7 @@ class Topology:
 
     @classmethod
     def chain(cls, stages: int, skips: Iterable[tuple[int, int]] = ()) -> Topology:
-        """A chain, in which each stage feeds the next one, plus skips.
+        """Make a chain, in which each stage feeds the next one, plus skips.
 
         Args:
             stages: Number of stages.
@@ -67,7 +65,7 @@ class Topology:
         return cls(stages, [*((stage, stage + 1) for stage in range(stages - 1)), *_listed(skips)])
 
     def producers(self, stage: int) -> tuple[int, ...]:
-        """The stages whose output a stage reads.
+        """Return the stages whose output a stage reads.
 
         Args:
             stage: The stage that reads.
@@ -75,7 +73,7 @@ class Topology:
         return self._producers[stage]
 
     def consumers(self, stage: int) -> tuple[int, ...]:
-        """The stages that read the output of a stage.
+        """Return the stages that read the output of a stage.
 
         Args:
             stage: The stage whose output it is.
@@ -125,7 +123,7 @@ class Link(NamedTuple):
 
 
 def links(placement: Placement, topology: Topology) -> tuple[Link, ...]:
-    """Every link between different ranks. Edges within a rank need none.
+    """Return every link between different ranks. Edges within a rank need none.
 
     Args:
         placement: Which rank owns which stage.

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import UsageError
+from penstock.checkpoint.processes import Processes
+from penstock.errors import ModelError, UsageError
 from penstock.model.cut_options import CutOptions
 from penstock.model.lazy import Init, is_lazy
+from penstock.parallel.mesh import mesh as make_mesh
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.pipeline import Pipeline
 from penstock.runtime.loss.loss_options import LossOptions
@@ -24,14 +26,17 @@ from penstock.train.config.device import device_of, precision_of
 from penstock.train.config.read import checked
 from penstock.train.config.settings import GPTOptions, TrainConfig
 from penstock.train.config.source import HUGGINGFACE, call_source, is_function
-from penstock.train.data.batch import DataBatch
+from penstock.train.data.batch import DataBatch, DataBatches
 from penstock.train.data.layouts import split_of
+from penstock.train.data.packing_check import check_packing
 from penstock.train.data.tokenizer import open_tokenizer
+from penstock.train.data.vocabulary import check_vocabulary, vocabulary_of
 from penstock.train.loss import StepLoss, build_loss
 from penstock.train.models.freeze import freeze
 from penstock.train.models.gpt import build_gpt
 from penstock.train.models.huggingface import build_huggingface, tensor_plan_of, values_of
 from penstock.train.models.lora import add_adapters, has_adapters
+from penstock.train.run.run_folder import RunFolder
 
 Loss = Callable[..., Any]
 PRICED_AS = {"sgd": "sgd-momentum", "adamw8bit": "adamw"}  # the optimizer whose memory a cut counts with
@@ -123,6 +128,47 @@ def build_pipeline(
         parallel_options=replicated,
         init=None if not is_lazy(model) else values or values_of(config, model),
         **wanted,
+    )
+
+
+def build_run(config: TrainConfig, folder: RunFolder, data: DataBatches, processes: bool) -> Pipeline:
+    """Build the pipeline of a run: cut as it was when it began, where that was measured, and checked with its data."""
+    model, loss = build_model(config)
+    check_vocabulary(config, model, data)
+    stages, balance, replicas = stages_of(config), None, config.mesh.replicas
+    before = folder.cut()
+    # Another cut would add up in another order.
+    if before is not None and before["stages"] == stages and config.pipeline.balance in ("time", "memory"):
+        balance = before["counts"]
+    try:
+        pipe = build_pipeline(
+            config,
+            model,
+            loss,
+            data.first().share(0, replicas),
+            ranks=config.pipeline.ranks,
+            balance=balance,
+            transport=None if processes else "threads",
+            mesh=_mesh(config),
+        )
+    except ModelError as error:
+        if balance is None or not str(error).startswith("balance="):
+            raise
+        raise folder.wrong_cut(str(error)) from error
+    if balance is None and pipe.deployment.staged.cuts and Processes(pipe, "penstock train").first:
+        folder.keep_cut(stages, list(pipe.deployment.staged.balance))
+    if config.data.packing:
+        check_packing(pipe, config, vocabulary_of(model) or 256)
+    return pipe
+
+
+def _mesh(config: TrainConfig) -> Any:
+    """Return the axes of the processes; None where there is no other than the pipeline's."""
+    replicas, tp = config.mesh.replicas, config.mesh.tp
+    if replicas * tp == 1:
+        return None
+    return make_mesh(
+        pp=config.pipeline.ranks, dp=replicas, tp=tp, inner=config.mesh.inner, device=device_of(config) or "cpu"
     )
 
 

@@ -19,7 +19,6 @@ from penstock.devices import device_memory
 from penstock.errors import PenstockError
 from penstock.model.balance.profile import Weight
 from penstock.model.cut import cut_model
-from penstock.model.lazy import is_lazy
 from penstock.model.staged_model import Holding
 from penstock.parallel.tensor_parallel.tensor_plan import plan_of
 from penstock.pipeline import Pipeline
@@ -50,9 +49,8 @@ class DryRun:
     schedule: Schedule
     timeline: Timeline  # simulated with measured costs, or with equal ones where nothing could be measured
     measured: bool
-    memory: tuple[
-        Memory, ...
-    ]  # by rank of a pipeline, or one of all that are threads; without activations where they could not be measured
+    # By rank of a pipeline, or one of all that are threads; without activations where they could not be measured.
+    memory: tuple[Memory, ...]
     notes: tuple[str, ...] = ()  # how the memory may differ from the run's
     on_device: bool = False  # whether the memory is that of an accelerator's devices
     limit: int | None = None  # bytes that one of these has, where it can be asked
@@ -233,28 +231,14 @@ def _measured(config: TrainConfig, pipe: Pipeline, example: object) -> list[tupl
     split = pipe.deployment.staged
     if split.weights and any(weight.milliseconds for weight in split.weights):
         return [split.weights_of(stage) for stage in range(split.stages)]
-    model, _ = build_model(config)
-    if is_lazy(model):
-        model = _with_memory(model)
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = kinds.get(precision_of(config))
     try:
         with torch.autocast("cpu", dtype=dtype) if dtype is not None else nullcontext():
-            found = cut_model(model, split.stages, balance="time", example=example)  # type: ignore[arg-type]
+            found = cut_model(split.model, split.stages, balance="time", example=example)  # type: ignore[arg-type]
     except PenstockError:
         return None
     bounds = [0, *split.cuts, len(split.weights)]
     if len(found.weights) != bounds[-1]:
         return None
     return [tuple(found.weights[begin:end]) for begin, end in pairwise(bounds)]
-
-
-def _with_memory(model: nn.Module) -> nn.Module:
-    """The same with zeros for parameters; one that stands in several places stays one."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                zeros = nn.Parameter(torch.zeros_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
-                module._parameters[name] = made.setdefault(id(parameter), zeros)
-    return model

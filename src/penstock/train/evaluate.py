@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from penstock.checkpoint.checkpointer import Checkpointer
+from penstock.checkpoint.disk.manifest import read_manifest
 from penstock.checkpoint.load.reading import CheckpointContents
 from penstock.errors import UsageError
+from penstock.files.adapters import name_without_adapter
 from penstock.pipeline import Pipeline
-from penstock.train.build import build_model, build_pipeline
+from penstock.train.build import build_model, build_pipeline, gpt_options
+from penstock.train.config.consistent import check_model
+from penstock.train.config.read import read_config
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.batch import DataBatch, DataBatches
 from penstock.train.data.batches import open_data
-from penstock.train.generation.opening import check_sizes, saved_config
 from penstock.train.loss import MeanLoss, shares_of
 from penstock.train.models.huggingface import check_base, left_out
 from penstock.train.updates.ema import WeightAverage
@@ -74,3 +77,30 @@ def load_for(config: TrainConfig, checkpoint: Path, pipe: Pipeline, *, averages:
         average.begin(loaded.averages)
         average.write()
     return int(loaded.step)
+
+
+def saved_config(checkpoint: Path) -> TrainConfig:
+    """The configuration that a checkpoint was trained with."""
+    document: Any = read_manifest(checkpoint).config
+    if not isinstance(document, dict) or "model" not in document:
+        raise UsageError(f"{checkpoint} was not saved by penstock train: it has no configuration in it")
+    return read_config(document, str(checkpoint))
+
+
+def check_sizes(config: TrainConfig, contents: CheckpointContents) -> None:
+    """Refuse a configuration whose sizes a checkpoint's tensors do not have, before memory is asked for by it."""
+    check_model(config, f"the configuration for {contents.path}")
+    if config.model.source != "gpt":
+        return
+    options = gpt_options(config)
+    shapes = {name_without_adapter(name): saved["shape"] for name, saved in contents.tensors.items()}
+    vocabulary, width = (*shapes.get("model.embed.token.weight", ()), 0, 0)[:2]
+    context = (*shapes.get("model.embed.place.weight", ()), 0)[0]
+    layers = len({name.split(".")[1] for name in shapes if name.startswith("model.block")})
+    found = {"layers": layers, "width": width, "vocabulary": vocabulary, "context": context}
+    asked = {name: getattr(options, name) or config.data.sequence for name in found}
+    wrong = [
+        f"model.options.{name} is {asked[name]}, not {size}" for name, size in found.items() if asked[name] != size
+    ]
+    if wrong:
+        raise UsageError(f"{contents.path} holds another model than its configuration describes: {'; '.join(wrong)}")

@@ -26,7 +26,7 @@ from penstock.train.run.recordings import Recordings
 from penstock.train.run.reporter import Reporter
 from penstock.train.run.run_folder import RunFolder, write_json
 from penstock.train.run_state import RunState
-from penstock.train.steps import Steps
+from penstock.train.steps import TrainingSteps
 from penstock.train.updates.early_stopping import EarlyStopping
 
 
@@ -48,7 +48,7 @@ class Trainer:
         self.config, self.state = state.config, state
         self.checkpointer, self.folder, self.reporter = checkpointer, folder, reporter
         self.processes = Processes(state.pipe, "penstock train")
-        self.steps = Steps(state, reporter.progress.say)
+        self.steps = TrainingSteps(state, reporter.progress.say)
         self.step = 0  # steps that are done
         self.loss: float | None = None
         self.validation: float | None = None
@@ -79,7 +79,6 @@ class Trainer:
                     self.save(while_best=not due)
         finally:
             recordings.close()
-        recordings.finish()
         if self._saved != self.step or not start:
             self.save()
         self.checkpointer.wait()

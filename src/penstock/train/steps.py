@@ -24,7 +24,7 @@ from penstock.train.updates.nonfinite import NonFinite, find_culprit
 OVERFLOWS = 40  # in fp16: halvings of the scale, in a row, from 2^16 to where nothing is left of a gradient
 
 
-class Steps:
+class TrainingSteps:
     """Trains step after step; `say` takes lines for the user."""
 
     def __init__(self, state: RunState, say: Callable[[str], None]) -> None:

@@ -24,21 +24,16 @@ from torch._C._distributed_c10d import PrefixStore
 
 from penstock.checkpoint.checkpointer import Checkpointer
 from penstock.checkpoint.generators import seed_generators
-from penstock.checkpoint.processes import Processes
 from penstock.devices import backends
 from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.group.joining import joining
-from penstock.parallel.mesh import mesh as make_mesh
-from penstock.pipeline import Pipeline
-from penstock.train.build import build_model, build_pipeline
-from penstock.train.config.consistent import processes_of, stages_of
+from penstock.train.build import build_run
+from penstock.train.config.consistent import processes_of
 from penstock.train.config.device import device_of
 from penstock.train.config.elastic import describe_layout, layout_for
 from penstock.train.config.settings import TrainConfig
-from penstock.train.data.batch import DataBatches
 from penstock.train.data.batches import check_validation, open_data
-from penstock.train.data.packing_check import check_packing
-from penstock.train.data.vocabulary import check_vocabulary, position_warning, vocabulary_of
+from penstock.train.data.vocabulary import position_warning
 from penstock.train.launch.attempts import let_go, new_prefix, reach_store, stand_by
 from penstock.train.launch.entry import Job
 from penstock.train.launch.parent import die_with
@@ -124,7 +119,7 @@ def train_as(job: Job, config: TrainConfig, stop: Stop, began: float, *, process
     seed_generators(config.seed)  # a shuffle by Python's own `random` is the same on all ranks, too
     data = open_data(config)
     check_validation(config, data)
-    state = RunState.of(config, _pipeline(config, folder, data, processes), data)
+    state = RunState.of(config, build_run(config, folder, data, processes), data)
     share, peak = utilisation(config, state.pipe, data.first())
     checkpointer = _checkpointer(config, folder)
     resumed = resume(job.config, state, checkpointer)
@@ -206,46 +201,6 @@ def _group(config: TrainConfig, store: Any, rank: int, count: int) -> Iterator[N
         )
     yield
     dist.destroy_process_group()  # only after a run that ended well: else a peer may be stuck in a collective
-
-
-def _pipeline(config: TrainConfig, folder: RunFolder, data: DataBatches, processes: bool) -> Pipeline:
-    """Cut as the run was when it began, where that was measured: other cuts sum in another order."""
-    model, loss = build_model(config)
-    check_vocabulary(config, model, data)
-    stages, balance, replicas = stages_of(config), None, config.mesh.replicas
-    before = folder.cut()
-    if before is not None and before["stages"] == stages and config.pipeline.balance in ("time", "memory"):
-        balance = before["counts"]
-    try:
-        pipe = build_pipeline(
-            config,
-            model,
-            loss,
-            data.first().share(0, replicas),
-            ranks=config.pipeline.ranks,
-            balance=balance,
-            transport=None if processes else "threads",
-            mesh=_mesh(config),
-        )
-    except ModelError as error:
-        if balance is None or not str(error).startswith("balance="):
-            raise
-        raise folder.wrong_cut(str(error)) from error
-    if balance is None and pipe.deployment.staged.cuts and Processes(pipe, "penstock train").first:
-        folder.keep_cut(stages, list(pipe.deployment.staged.balance))
-    if config.data.packing:
-        check_packing(pipe, config, vocabulary_of(model) or 256)
-    return pipe
-
-
-def _mesh(config: TrainConfig) -> Any:
-    """The axes of the processes; None where there is no other than the pipeline's."""
-    replicas, tp = config.mesh.replicas, config.mesh.tp
-    if replicas * tp == 1:
-        return None
-    return make_mesh(
-        pp=config.pipeline.ranks, dp=replicas, tp=tp, inner=config.mesh.inner, device=device_of(config) or "cpu"
-    )
 
 
 def log_as(config: TrainConfig, rank: int) -> None:

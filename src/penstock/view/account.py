@@ -69,7 +69,7 @@ class Account:
 
     @cached_property
     def findings(self) -> tuple[Any, ...]:
-        """What could be gained where, largest first; see `advice.Finding`."""
+        """What could be gained where, largest first; see `advice.Suggestion`."""
         from penstock.view.advice import findings  # which reads accounts
 
         return findings(self)

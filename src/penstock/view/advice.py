@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from penstock.errors import PenstockError
 from penstock.schedule import FAMILIES, Costs, Schedule, build, simulate
-from penstock.schedule.timing.calibrate import costs_of, hops
+from penstock.tools.search.calibrate import costs_of, hops
 from penstock.view.figures import percent, time_text
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ MOST_SPANS = 50_000  # of a run whose schedule is tried against others
 
 
 @dataclass(frozen=True)
-class Finding:
+class Suggestion:
     """Something that costs time, and what its repair is worth."""
 
     kind: str  # "stage", "rank", "link", "host", "optimizer" or "schedule"
@@ -45,7 +45,7 @@ class Finding:
         return f"{self.fact}; {self.remedy} would save {most}{percent(self.gain)} of the {what}"
 
 
-def findings(books: Account) -> tuple[Finding, ...]:
+def findings(books: Account) -> tuple[Suggestion, ...]:
     """Everything that is worth a repair, what to fix first in front."""
     timeline = books.timeline
     if not timeline.spans or not books.whole:
@@ -89,7 +89,7 @@ class _Trial:
     def _gain(self, costs: Costs, edges: dict[tuple[int, int], float]) -> float:
         return (self.now - self._price(costs, edges)) / self.books.whole
 
-    def stages(self) -> Iterator[Finding]:
+    def stages(self) -> Iterator[Suggestion]:
         """A stage, or all stages of a rank, slower than the others; repaired: all even."""
         count, placement = self.schedule.stages, self.schedule.placement
         by_op = [self.costs.per_stage(name, count) for name in ("forward", "input", "weight")]
@@ -106,14 +106,14 @@ class _Trial:
             ratio = statistics.fmean(times[stage] for stage in own) / others
             names = ", ".join(map(str, own))
             fact = f"rank {rank} (stages {names}) is {100 * (ratio - 1):.0f} % slower than the others"
-            yield Finding("rank", fact, "less work for it, or a faster device,", gain)
+            yield Suggestion("rank", fact, "less work for it, or a faster device,", gain)
         else:
             others = statistics.median(times[:slow] + times[slow + 1 :])
             if others and times[slow] > SLOWER * others:
                 fact = f"stage {slow} (rank {rank}) is {100 * (times[slow] / others - 1):.0f} % slower than the others"
-                yield Finding("stage", fact, "a better balance", gain)
+                yield Suggestion("stage", fact, "a better balance", gain)
 
-    def links(self) -> Iterator[Finding]:
+    def links(self) -> Iterator[Suggestion]:
         """A way from rank to rank much slower than the others; repaired: like the others."""
         rank_of = self.schedule.placement.rank_of
         by_way: dict[tuple[int, int], list[float]] = defaultdict(list)
@@ -134,13 +134,13 @@ class _Trial:
         if middles[slow] > SLOW_LINK * usual:
             compared = f", {middles[slow] / usual:.3g} times the others" if usual else ""
             fact = f"the link from rank {slow[0]} to rank {slow[1]} takes {time_text(middles[slow], unit)} per message"
-            yield Finding("link", fact + compared, "a link like the others", self._gain(self.costs, repaired))
+            yield Suggestion("link", fact + compared, "a link like the others", self._gain(self.costs, repaired))
         else:
             fact = f"a message takes {time_text(statistics.median(middles.values()), unit)} from rank to rank"
             gain = self._gain(self.costs, dict.fromkeys(self.edges, 0.0))
-            yield Finding("link", fact, "faster links, or smaller messages,", gain, at_most=True)
+            yield Suggestion("link", fact, "faster links, or smaller messages,", gain, at_most=True)
 
-    def overheads(self) -> Iterator[Finding]:
+    def overheads(self) -> Iterator[Suggestion]:
         """Time that is spent neither computing nor waiting."""
         ranks = [entry for entry in self.books.ranks if entry.whole]
         for kind, remedy in (
@@ -153,19 +153,19 @@ class _Trial:
             what = {"host": "the host's own work", "optimizer": "the optimizer", "reduction": "reduction"}[kind]
             # what one rank does beside its actions need not hold up the step: half is a fair guess
             fact = f"{what} takes {percent(share)} of rank {most.rank}'s step"
-            yield Finding(kind, fact, remedy, share / 2, at_most=True)
+            yield Suggestion(kind, fact, remedy, share / 2, at_most=True)
 
-    def schedules(self) -> Iterator[Finding]:
+    def schedules(self) -> Iterator[Suggestion]:
         """Other families of the same stages, and the same one with twice the microbatches."""
         schedule, idle = self.schedule, self.books.timeline.bubble
         fact = f"the schedule leaves ranks idle for {percent(idle)} of the time"
         yield from (
-            Finding("schedule", fact, name, (self.now - time) / self.books.whole)
+            Suggestion("schedule", fact, name, (self.now - time) / self.books.whole)
             for name, time in self._families(FAMILIES, schedule.microbatches)
         )
         for _, time in self._families([schedule.name], 2 * schedule.microbatches):
             gain = (self.now - time / 2) / self.books.whole
-            yield Finding("schedule", fact, f"{2 * schedule.microbatches} microbatches", gain, a_sample=True)
+            yield Suggestion("schedule", fact, f"{2 * schedule.microbatches} microbatches", gain, a_sample=True)
 
     def _families(self, names: Iterable[str], microbatches: int) -> Iterator[tuple[str, float]]:
         share, left = divmod(self.schedule.stages, self.schedule.ranks)

@@ -61,7 +61,8 @@ void Communicator::launch(const OperationPtr& operation) {
   pending_.push_back(operation);
   operation->launched = std::chrono::steady_clock::now();
   queue.push_wait(operation->after);
-  queue.push("communication", [this, operation] { run(*operation); });
+  // A kernel that waits for its peer may outlive the group that it was launched on.
+  queue.push("communication", [self = shared_from_this(), operation] { self->run(*operation); });
 }
 
 void Communicator::run(Operation& operation) {

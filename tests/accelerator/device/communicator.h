@@ -5,6 +5,7 @@
 #include <atomic>
 #include <list>
 #include <map>
+#include <memory>
 
 #include "streams.h"
 #include "wire.h"
@@ -31,7 +32,7 @@ struct Operation {
 };
 using OperationPtr = std::shared_ptr<Operation>;
 
-class Communicator {
+class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   Communicator(std::string name, int device, int rank, std::vector<int> ranks);
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from compat.torchgpipe.models import CHUNKS, cells, convolutions, in_chunks, train, unet
-from tiers import mostly_slow
+from tiers import by_turns
 from torch import Tensor, nn
 
 from penstock.compat.torchgpipe import GPipe, is_checkpointing, is_recomputing
@@ -33,9 +33,16 @@ def two(**options: Any) -> GPipe:
 MODELS = [(convolutions, [3, 3, 2]), (unet, [2, 1, 2, 3]), (unet, [7, 1]), (cells, [1, 2, 2, 2])]
 
 
-@pytest.mark.parametrize("rows", mostly_slow([8, 9], 9))  # 9 rows in 4 chunks make 3, as with torchgpipe
-@pytest.mark.parametrize("checkpoint", mostly_slow(["always", "except_last", "never"], "except_last"))
-@pytest.mark.parametrize(("build", "balance"), mostly_slow(MODELS, *MODELS[:2], MODELS[3]))
+@pytest.mark.parametrize(
+    ("build", "balance", "checkpoint", "rows"),  # 9 rows in 4 chunks make 3, as with torchgpipe
+    by_turns(
+        MODELS,
+        ["always", "except_last", "never"],
+        [8, 9],
+        fast=[(*MODELS[0], "except_last", 9), (*MODELS[1], "never", 9), (*MODELS[3], "always", 9)],
+        one_in=3,
+    ),
+)
 def test_a_script_trains_with_the_losses_of_a_plain_loop(
     build: Callable[[], nn.Sequential], balance: list[int], checkpoint: str, rows: int
 ) -> None:

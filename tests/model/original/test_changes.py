@@ -253,7 +253,7 @@ def check_followed(way: str, changes: list[str], **options: Any) -> None:
             same(pipe, plain, f"after {what}", evaluate=False)
 
 
-@pytest.mark.parametrize("way", mostly_slow(["sequential", "list", "replay"], "list", "replay"))
+@pytest.mark.parametrize("way", mostly_slow(["sequential", "list", "replay"], "replay"))
 def test_what_can_be_followed_is_followed_as_a_plain_loop_would(way: str) -> None:
     check_followed(way, list(FOLLOWED))
     check_followed(way, FEW, schedule="zb-h1", recompute="always")
@@ -264,7 +264,7 @@ def test_a_graph_follows_by_another_capture(changes: list[str]) -> None:
     check_followed("graph", changes)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_slow(WAYS, "sequential", "replay"))
 def test_the_type_of_parameters_is_followed(way: str) -> None:
     model, plain = WAYS[way][0](), WAYS[way][0]()
     with built(way, model) as pipe:
@@ -275,7 +275,7 @@ def test_the_type_of_parameters_is_followed(way: str) -> None:
         same(pipe, plain, "double", torch.float64)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_slow(WAYS, "sequential", "replay"))
 def test_a_model_built_in_eval_mode_trains_once_it_is_put_into_training_mode(way: str) -> None:
     """As `from_pretrained` returns it; and `pipe.eval()` is the model's own."""
     model, plain = WAYS[way][0](), WAYS[way][0]()
@@ -364,7 +364,7 @@ def check_refused(way: str, pipe: penstock.Pipeline, model: Model, change: str) 
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", mostly_slow(WAYS, "sequential", "replay"))
 def test_what_cannot_be_followed_is_refused_with_the_module_and_the_remedy(way: str) -> None:
     model, plain = WAYS[way][0](), WAYS[way][0]()
     with built(way, model) as pipe:
@@ -407,5 +407,6 @@ def on_each_process() -> None:
             pipe.step(x, target=y)
 
 
+@pytest.mark.slow
 def test_on_processes() -> None:
     on_processes(2, on_each_process)

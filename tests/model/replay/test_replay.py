@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
 from functools import lru_cache
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from model import nets
 from model.nets import Chain, W, rows, square, trains
-from tiers import mostly_slow
+from tiers import by_turns
 from torch import Tensor, nn
 
 import penstock
@@ -35,11 +34,13 @@ ROUNDED = [
 ]
 
 
-CUTS = mostly_slow(itertools.product([2, 4], ["1f1b", "zb-h1"]), (4, "zb-h1"))
+def cuts(nets: list[Any]) -> pytest.MarkDecorator:
+    """Let a test have each net with 4 stages and a split backward, and with other cuts by turns."""
+    given = by_turns(nets, [2, 4], ["1f1b", "zb-h1"], fast=[(*net, 4, "zb-h1") for net in nets])
+    return pytest.mark.parametrize(("net", "shapes", "stages", "schedule"), given)
 
 
-@pytest.mark.parametrize(("stages", "schedule"), CUTS)
-@pytest.mark.parametrize(("net", "shapes"), EXACT)
+@cuts(EXACT)
 def test_skips_in_place_work_odd_outputs_and_frozen_weights_are_exact(
     net: Any, shapes: list[Any], stages: int, schedule: str
 ) -> None:
@@ -48,8 +49,7 @@ def test_skips_in_place_work_odd_outputs_and_frozen_weights_are_exact(
 
 
 @pytest.mark.filterwarnings("ignore::penstock.errors.CutWarning")  # that they share it
-@pytest.mark.parametrize(("stages", "schedule"), CUTS)
-@pytest.mark.parametrize(("net", "shapes"), ROUNDED)
+@cuts(ROUNDED)
 def test_what_several_stages_share_is_exact_to_rounding(
     net: Any, shapes: list[Any], stages: int, schedule: str
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline.test_train_steps import (
+from pipeline.loops import (
     BITES,
     LIMIT,
     OPTIMIZERS,

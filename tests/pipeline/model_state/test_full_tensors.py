@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from processes import on_processes
 from torch import nn
 
 import penstock
@@ -32,6 +33,18 @@ def test_each_value_comes_once_in_the_models_order_as_a_copy(schedule: str, rank
 def test_the_full_state_has_every_name() -> None:
     with penstock.Pipeline(model(), stages=2, microbatches=2) as pipe:
         assert list(pipe.full_state_dict()) == list(model().state_dict())
+
+
+def names_on_a_v() -> list[list[str]]:
+    stages = [nn.Linear(4, 4) for _ in range(4)]
+    with penstock.Pipeline(stages, microbatches=4, schedule="zb-v", loss_fn=nn.functional.mse_loss) as pipe:
+        return [list(pipe.full_state_dict()), [name for name, _ in pipe.full_tensors()]]
+
+
+def test_the_order_is_the_models_where_a_rank_holds_the_first_stage_and_the_last() -> None:
+    """It was that of the ranks, one after the other."""
+    wanted = [f"{number}.{name}" for number in range(4) for name in ("weight", "bias")]
+    assert on_processes(2, names_on_a_v) == [[wanted, wanted]] * 2
 
 
 def test_a_rank_that_there_is_not_is_refused() -> None:

@@ -6,12 +6,14 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import on_processes
+from tiers import mostly_slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -148,10 +150,7 @@ USES: dict[str, Callable[[nn.Module], Any]] = {
     "pickle": pickle.dumps,
     "save": lambda model: torch.save(model, io.BytesIO()),
     "norm": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-    "zero_grad": lambda model: model.zero_grad(),
-    "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
-    "penalty": lambda model: sum(parameter.square().sum() for parameter in model.parameters()),
-    "data": lambda model: [parameter.data for parameter in model.parameters()],
+    "value norm": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
     "buffers": lambda model: [buffer.numpy() for buffer in model.buffers()],
 }
 CHANGES: dict[str, Callable[[nn.Module], Any]] = {  # which they do to this rank's part before they come to the other
@@ -213,19 +212,9 @@ def one_way(way: str) -> dict[str, Any]:
     return found
 
 
-def all_ways() -> dict[str, dict[str, Any]]:
-    return {way: one_way(way) for way in ("position", "replay", "graph")}
-
-
-@pytest.fixture(scope="module")
-def told() -> list[dict[str, dict[str, Any]]]:
-    return on_processes(2, all_ways)
-
-
-@pytest.mark.parametrize("way", ["position", "replay", "graph"])
-def test_a_use_of_another_ranks_part_says_where_it_is_and_what_to_call(told: Any, way: str) -> None:
-    for rank, each in enumerate(told):
-        found = each[way]
+@pytest.mark.parametrize("way", mostly_slow(["position", "replay", "graph"], "position"))
+def test_a_use_of_another_ranks_part_says_where_it_is_and_what_to_call(way: str) -> None:
+    for rank, found in enumerate(on_processes(2, one_way, way)):
         for moment in ("refused", "refused again", "refused elsewhere")[: 3 if rank else 2]:
             assert found[moment].keys() == USES.keys(), moment
         assert found["changes"].keys() == CHANGES.keys()
@@ -284,6 +273,28 @@ def several(keep: bool) -> dict[str, str]:
     return found
 
 
+def as_alone() -> None:
+    """The loop of one device: the optimizer and `zero_grad()` are of the whole model."""
+    x, y = batch()
+    for way in ("position", "replay", "graph"):
+        model = made(way)
+        optimizer = optimizer_of(model.parameters())
+        with piped(model, way) as pipe:
+            for _ in range(2):
+                pipe.step(x, target=y)
+                assert any(parameter.grad is not None for parameter in model.parameters())
+                optimizer.step()
+                model.zero_grad()
+                assert all(parameter.grad is None for parameter in model.parameters())
+            refused = 0
+            for parameter in model.parameters():
+                parameter.grad = None
+                ones = torch.ones(parameter.shape, dtype=parameter.dtype)
+                refused += "not in this process" in attempt(partial(setattr, parameter, "grad", ones))
+            assert 0 < refused < len(list(model.parameters()))
+            is_the_state(pipe.full_state_dict(), trained(way, 2))
+
+
 def kept() -> tuple[bool, int]:
     """keep_model=True: the values from before the first step."""
     model = layers()
@@ -334,6 +345,7 @@ def scenarios() -> dict[str, Any]:
     return {"kept": kept(), "loaded": loaded(), "let go": several(keep=False), "marked": several(keep=True)}
 
 
+@pytest.mark.slow
 def test_two_pipelines_of_one_model_never_train_apart() -> None:
     for rank, told in enumerate(on_processes(2, scenarios)):
         assert told["kept"] == (True, memory_of(layers()))
@@ -401,3 +413,7 @@ def filled_with_late_buffers() -> bool:
 def test_a_buffer_that_a_forward_made_is_filled_too() -> None:
     # ranks went by the names that each had for itself: every value behind the buffer came into another's place
     assert on_processes(2, filled_with_late_buffers) == [True, True]
+
+
+def test_a_parameter_of_another_rank_has_no_gradient_so_that_the_loop_of_one_device_trains_exactly() -> None:
+    on_processes(2, as_alone)

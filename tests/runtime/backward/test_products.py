@@ -11,7 +11,7 @@ from runtime.backward.comparing import (
     check,
     normal,
 )
-from tiers import mostly_slow
+from tiers import by_turns
 from torch import Tensor, nn
 
 SHAPES = [(5,), (1, 5), (7, 5), (3, 4, 5), (1, 1, 5), (2, 3, 4, 5), (0, 5), (2, 0, 5), (33, 17, 5)]
@@ -26,9 +26,16 @@ def strided(shape: tuple[int, ...], layout: str) -> Tensor:
 
 
 @pytest.mark.usefixtures("without_onednn")
-@pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.float64, torch.bfloat16], torch.float32), ids=str)
-@pytest.mark.parametrize("layout", ["contiguous", "every other", "reversed"])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "layout", "bias"),
+    by_turns(
+        [torch.float32, torch.float64, torch.bfloat16],
+        ["contiguous", "every other", "reversed"],
+        [True, False],
+        fast=[(torch.float32, "contiguous", True), (torch.float32, "every other", True)],
+    ),
+    ids=str,
+)
 def test_linear_has_the_same_bits_for_every_shape_and_layout(dtype: torch.dtype, layout: str, bias: bool) -> None:
     for shape in SHAPES:
         # A product before and after, so that the layer's input has history and its output is not the stage's.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from processes import on_processes
@@ -141,6 +142,7 @@ def run_all(first: str) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_any_difference_is_refused_on_all_ranks_in_any_step() -> None:
     told = on_processes(RANKS, run_all, "rows of its own")
     assert all(each == told[0] for each in told), told  # the same words on every rank

@@ -250,6 +250,7 @@ def close(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         torch.testing.assert_close(gradient, wanted["gradients"][name], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_classifier_is_that_of_the_whole_padded_batch(ranks: Ranks) -> None:
     wanted = plainly(Classify, F.cross_entropy, 0)
     with classifier() as pipe:

@@ -11,14 +11,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.runtime.transport.channel import Incoming, Outgoing
+from penstock.runtime.transport.threads import ThreadIncoming, ThreadOutgoing
 from penstock.schedule import Op, lower
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "interleaved-1f1b"])
 def test_ranks_post_their_transfers_in_the_order_of_the_program(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     posted: dict[int, list[str]] = defaultdict(list)
-    post, send = Incoming.post, Outgoing.send
+    post, send = ThreadIncoming.post, ThreadOutgoing.send
 
     def noted_post(end: Any, microbatch: int) -> None:
         posted[end.channel.target_rank].append(end.channel.receive_action(microbatch))
@@ -28,8 +28,8 @@ def test_ranks_post_their_transfers_in_the_order_of_the_program(schedule: str, m
         posted[end.channel.source_rank].append(end.channel.send_action(microbatch))
         send(end, microbatch)
 
-    monkeypatch.setattr(Incoming, "post", noted_post)
-    monkeypatch.setattr(Outgoing, "send", noted_send)
+    monkeypatch.setattr(ThreadIncoming, "post", noted_post)
+    monkeypatch.setattr(ThreadOutgoing, "send", noted_send)
     stages = [nn.Linear(4, 4) for _ in range(2 if schedule == "1f1b" else 4)]
     with penstock.Pipeline(stages, ranks=2, microbatches=4, schedule=schedule, loss_fn=F.mse_loss) as pipe:
         program = lower(pipe.schedule)

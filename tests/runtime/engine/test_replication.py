@@ -18,9 +18,8 @@ def test_one_replica_is_complete_by_itself() -> None:
     assert alone.compare("said") == alone.all_gather("call", "said") == ["said"]
     assert alone.same_count(lambda: 3) == 3
     assert alone.norm([torch.tensor([3.0, 4.0])], 2.0, None) == (5.0, torch.float32)
-    with alone.step(program, training=True) as step:
-        step.end([])
-    assert [each.count for each in alone.replica_reports] == [4]
+    assert alone.is_alone
+    assert not alone.replica_reports
 
 
 def test_the_loss_is_the_sum_of_the_replicas_parts_and_named_losses_are_means_over_all_microbatches() -> None:

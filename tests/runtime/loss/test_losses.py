@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from runtime.loss.whole_loss import close, gradients, stages, whole
+from tiers import mostly_slow
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -82,7 +83,7 @@ class Tuple(nn.Module):
         return (scores, loss, scores.mean()) if self.more else (scores, loss)
 
 
-@pytest.mark.parametrize("cut", ["replay", "graph"])
+@pytest.mark.parametrize("cut", mostly_slow(["replay", "graph"], "replay"))
 def test_the_only_scalar_of_a_tuple_is_the_loss(cut: str) -> None:
     """It failed in the first step, though the example had shown it."""
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.runtime.loss.reading import fetch, names_below, read_loss
+from penstock.runtime.loss.reading import Forms, Reading, fetch, names_below, read_loss
 
 ROWS, WIDTH = 4, 6
 MASK = torch.tensor([1.0, 0.0, 1.0, 1.0])
@@ -17,13 +17,23 @@ LABELS = torch.tensor([1, -100, 2, 5])
 Loss = Callable[[Tensor], Tensor]
 
 
-def factors(loss: Loss) -> list[float] | None:
+def read(loss: Tensor, output: Tensor | None = None, forms: Forms | None = None) -> Reading:
+    found = read_loss(loss, output, {} if forms is None else forms)
+    assert found is not None
+    return found[0]
+
+
+def factors(loss: Loss, forms: Forms | None = None) -> list[float] | None:
     """What each entry of each term counts; None where something could not be read."""
     output = torch.rand(ROWS, WIDTH, requires_grad=True) * 1
-    reading = read_loss(loss(output), output)
-    assert reading is not None
-    numbers = fetch(reading.tensors)
-    return [term.value(numbers) for term in reading.terms] if reading.is_complete else None
+    reading = read(loss(output), output, forms)
+    return values(reading) if reading.form.is_complete else None
+
+
+def values(reading: Reading) -> list[float]:
+    seen = fetch([by for by in reading.numbers if isinstance(by, Tensor)])
+    numbers = [seen[id(by)] if isinstance(by, Tensor) else by for by in reading.numbers]
+    return [term.value(numbers) for term in reading.form.terms]
 
 
 READ: dict[str, tuple[Loss, list[float]]] = {
@@ -61,22 +71,42 @@ def test_a_divisor_inside_of_weights_is_not_read(loss: Loss) -> None:
     assert factors(loss) is None
 
 
+def test_numbers_are_those_of_each_loss_although_its_graph_is_analysed_once() -> None:
+    forms: Forms = {}
+    for mask in (MASK, 1 - MASK, torch.ones(ROWS)):
+        assert factors(lambda o, mask=mask: (o.mean(1) * mask).sum() / mask.sum(), forms) == [1 / mask.sum().item()]
+    for kind, value in (("mean", 1 / 3), ("sum", 1.0)):
+        assert factors(lambda o, kind=kind: F.cross_entropy(o, LABELS, reduction=kind), forms) == pytest.approx([value])
+    assert len(forms) == 2
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_scale_that_becomes_a_weight_for_each_entry_is_read_anew(reverse: bool) -> None:
+    """The nodes are the same; only the number has got a dimension, or lost it."""
+    forms: Forms = {}
+    wanted = [(torch.tensor(3.0), [3.0]), (MASK, None)]
+    for by, value in reversed(wanted) if reverse else wanted:
+        assert factors(lambda o, by=by: (o.mean(1) * by).sum(), forms) == value
+
+
 def test_what_the_model_multiplies_by_is_not_of_the_loss() -> None:
     output = torch.rand(ROWS, WIDTH, requires_grad=True) * MASK.sum()
-    reading = read_loss(output.mean(), output)
-    assert reading is not None
-    assert [term.value(fetch(reading.tensors)) for term in reading.terms] == [1 / 24]
+    assert values(read(output.mean(), output)) == [1 / 24]
 
 
 def test_a_term_of_parameters_alone_is_not_of_rows() -> None:
     weight, output = torch.rand(3, requires_grad=True), torch.rand(ROWS, WIDTH, requires_grad=True)
-    reading = read_loss(output.square().mean() + weight.square().mean(), output)
-    assert reading is not None
-    assert sorted((term.of_rows, term.value({})) for term in reading.terms) == [(False, 1 / 3), (True, 1 / 24)]
-    assert read_loss(torch.rand(())) is None
+    reading = read(output.square().mean() + weight.square().mean(), output)
+    found = zip(reading.form.terms, values(reading), strict=True)
+    assert sorted((term.of_rows, value) for term, value in found) == [(False, 1 / 3), (True, 1 / 24)]
+    assert read_loss(torch.rand(()), None, {}) is None
 
 
-def test_names_end_at_the_output() -> None:
+def test_forms_and_names_end_at_the_output() -> None:
+    forms: Forms = {}
     hidden = torch.rand(ROWS, WIDTH, requires_grad=True)
-    output = hidden.exp()
-    assert names_below((output * 2).mean(), output) == ("MeanBackward0", "MulBackward0")
+    for output in (hidden.exp(), hidden * 2, hidden):
+        loss = (output * 2).tanh().mean()
+        read(loss, output, forms)
+        assert names_below(loss, output) == ("MeanBackward0", "TanhBackward0", "MulBackward0", "", "NoneType")
+    assert len(forms) == 1

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import penstock
+from penstock.errors import PeerFailure
 from penstock.runtime.state.ownership import versions
 
 Pair = namedtuple("Pair", "first second")
@@ -93,3 +94,49 @@ def test_every_tensor_of_a_value_is_watched_wherever_it_lies(value: Any) -> None
     watched = versions(value)
     assert [id(tensor) for tensor, _ in watched] == list(map(id, tensors))
     assert [version for _, version in watched] == [tensor._version for tensor in tensors]
+
+
+class EmitsItsMemory(nn.Module):
+    """Computes into an attribute, which it writes to again for the next microbatch, from its n-th forward on."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.after, self.forwards = after, 0
+        self.kept = torch.zeros(2, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        self.forwards += 1
+        hidden = self.linear(x)
+        if self.forwards <= self.after:
+            return hidden, x.detach() * 2
+        with torch.no_grad():
+            self.kept.copy_(x * 2)
+        return hidden, self.kept
+
+
+class Adds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor, scale: Tensor) -> Tensor:
+        out: Tensor = self.linear(hidden) + scale
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_a_stage_that_computes_into_an_attribute_emits_copies_of_it(schedule: str) -> None:
+    torch.manual_seed(0)
+    options = {"microbatches": 4, "loss_fn": F.mse_loss, "schedule": schedule}
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    found = penstock.parity([EmitsItsMemory(0), Adds()], x, target=y, pipeline=options)
+    assert found.output == 0.0
+
+
+def test_memory_that_a_stage_emits_only_later_and_writes_to_is_an_error_and_no_wrong_number() -> None:
+    """What its first forward did not do, nobody looks for again; the version of the memory shows the write."""
+    stages: list[nn.Module] = [EmitsItsMemory(1), Adds()]
+    pipe = penstock.Pipeline(stages, microbatches=4, schedule="gpipe", loss_fn=F.mse_loss)
+    with pytest.raises(PeerFailure, match=r"return a copy \(.clone\(\)\) of it|written to in place"):
+        pipe.step(torch.randn(8, 4), target=torch.randn(8, 4))

@@ -12,7 +12,7 @@ import torch
 from deadlines import TIMEOUT
 from faults.undo import WIDTH, Boom, Fault, batch, differences, fail, pipeline, state, trained
 from processes import on_processes
-from tiers import mostly_slow, slow_if
+from tiers import by_turns, mostly_slow
 from torch import Tensor, nn
 
 import penstock
@@ -37,7 +37,7 @@ def compare(options: dict[str, Any], seed: int = 0, **how: Any) -> list[str]:
     return moved
 
 
-@pytest.mark.parametrize("schedule", [pytest.param(f, marks=() if f in OFTEN else slow_if(True)) for f in TRAINING])
+@pytest.mark.parametrize("schedule", by_turns(TRAINING, fast=OFTEN))
 def test_a_step_that_failed_at_any_action_can_be_run_again(schedule: str) -> None:
     ranks = 4 if schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2") else 2
     assert compare({"schedule": schedule, "ranks": ranks}, every=2) == []
@@ -101,6 +101,7 @@ def ranks_apart() -> list[str]:
     return ["no error"]
 
 
+@pytest.mark.slow
 def test_on_processes() -> None:
     assert on_processes(2, on_ranks) == [[], []]
 

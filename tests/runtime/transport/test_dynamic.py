@@ -110,6 +110,7 @@ def on_ranks() -> dict[str, dict[str, Tensor]]:
     return {schedule: pipelined(schedule) for schedule in ("1f1b", "zb-h1")}
 
 
+@pytest.mark.slow
 def test_the_same_on_processes() -> None:
     wanted, answers = plain(3), on_processes(4, on_ranks)
     for schedule in ("1f1b", "zb-h1"):

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from transport_harness import run, values
 from transports import KINDS, ON_PROCESSES, TRANSPORTS
 
-from penstock.runtime.state.memory import regions
+from penstock.runtime.state.memory_layout import regions
 from penstock.runtime.transport import Channel
 
 FORTH, BACK, SKIP = 0, 1, 2

@@ -43,8 +43,8 @@ def check(schedule: Schedule, seed: str, per_kind: int | None) -> Counter[tuple[
     ("name", "per_kind"),
     in_tiers(
         [(name, per_kind) for name in FAMILIES for per_kind in (2, 6)],
-        [("1f1b", 6), ("zb-v", 6)],
-        [*((name, 6) for name in FAMILIES), ("1f1b", 2), ("zb-v", 2)],
+        [("1f1b", 2), ("zb-v", 2)],
+        [(name, 6) for name in FAMILIES],
     ),
 )
 def test_verify_refuses_exactly_the_mutants_that_compute_something_else(name: str, per_kind: int) -> None:
@@ -103,7 +103,7 @@ def test_mutants_that_went_through_a_csv_file_are_judged_the_same(name: str) -> 
         assert (not faults(loaded)) == still_right(mutant.schedule), mutant
 
 
-@pytest.mark.parametrize("stride", tiers(29, 1))
+@pytest.mark.parametrize("stride", tiers(59, 1))
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_schedule_up_to_4_ranks_6_microbatches_3_stages(name: str, stride: int) -> None:
@@ -113,7 +113,7 @@ def test_every_schedule_up_to_4_ranks_6_microbatches_3_stages(name: str, stride:
             check(program, f"slow {name} {ranks} {microbatches} {stages_per_rank}", per_kind=5)
 
 
-@pytest.mark.parametrize("count", tiers(2, 12))
+@pytest.mark.parametrize("count", tiers(1, 12))
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_samples_of_larger_schedules(name: str, count: int) -> None:

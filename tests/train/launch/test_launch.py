@@ -12,7 +12,7 @@ from warm import WarmProcess
 
 from penstock.train.config.read import load_config
 from penstock.train.launch.launch import torchrun_command
-from penstock.train.run.progress import Progress, Reading
+from penstock.train.run.progress import Progress, StepFigures
 
 
 def test_on_a_terminal_there_is_one_line_that_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +22,7 @@ def test_on_a_terminal_there_is_one_line_that_is_redrawn(monkeypatch: pytest.Mon
     with os.fdopen(theirs, "w") as terminal:
         progress = Progress(terminal, 100)
         for step in range(1, 4):
-            progress.show(Reading(step, 9, 1.0 / step, 1e-3, 0.5, 10.0, 1_000_000, None, 3.0))
+            progress.show(StepFigures(step, 9, 1.0 / step, 1e-3, 0.5, 10.0, 1_000_000, None, 3.0))
         progress.say("something else")
         progress.close()
         told = b""
@@ -43,7 +43,7 @@ def test_a_reader_that_leaves_ends_the_lines_and_not_the_training() -> None:
         progress.say("heard")
         os.close(ours)
         for step in range(1, 4):
-            progress.show(Reading(step, 9, 1.0, 1e-3, 0.5, 10.0, 1_000_000, None, 3.0))
+            progress.show(StepFigures(step, 9, 1.0, 1e-3, 0.5, 10.0, 1_000_000, None, 3.0))
         progress.say("not heard")
         progress.close()
 

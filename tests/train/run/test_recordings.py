@@ -42,7 +42,6 @@ def recorded(folder: RunFolder, steps: list[Timeline], start: int = 0) -> Record
         recordings.begin(step)
         found = recordings.end(step, last=False)
         assert (found is not None) == (step % 10 == 0)
-    recordings.finish()
     return recordings
 
 
@@ -82,16 +81,6 @@ def test_a_run_that_goes_on_keeps_the_steps_of_before(tmp_path: Path) -> None:
     assert [entry.step for entry in read_recorded(folder)[0]] == [10, 20, 30, 40]
     assert read_recorded(folder)[0][2].makespan == step_of(4.0).makespan
     assert read_recorded(folder)[1]["typical"] == 40  # of those at hand the nearest to 1.8, the median of all four
-
-
-def test_advice_that_other_steps_do_not_lead_to_is_doubted(tmp_path: Path) -> None:
-    doubted, agreed = RunFolder(tmp_path / "doubted"), RunFolder(tmp_path / "agreed")
-    for folder in (doubted, agreed):
-        folder.root.mkdir()
-    recorded(doubted, [step_of(1.0, slow=0), step_of(1.1, slow=1), step_of(1.2, slow=0)])
-    recorded(agreed, [step_of(1.0, slow=1), step_of(1.1, slow=1), step_of(1.2, slow=1)])
-    assert any("only 0 of 2 other recorded steps lead to the same" in note for note in recorded_notes(doubted))
-    assert not any("lead to the same" in note for note in recorded_notes(agreed))
 
 
 def test_a_folder_without_recordings_has_no_page(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from penstock.checkpoint.disk.manifest import best_of, checkpoints_in, folder_na
 from penstock.checkpoint.save.saving import remove
 from penstock.errors import CheckpointError
 
-SHARED_SECONDS = 10.0  # for a directory that process 0 made to be seen by the others
+# Seconds within which the other processes must see a directory that process 0 made.
+SHARED_SECONDS = 10.0
 
 
 class CheckpointFolder(NamedTuple):
@@ -49,7 +50,7 @@ class Directory:
         self._serial = 0
 
     def place(self, step: int, planned: Set[str]) -> CheckpointFolder:
-        """For the next checkpoint; its hidden directory is made here. `planned` are names of saves under way."""
+        """Make the hidden directory of the next checkpoint. `planned` are names of saves under way."""
         self.path.mkdir(parents=True, exist_ok=True)
         if self._lock.take():
             self._clean()
@@ -59,14 +60,14 @@ class Directory:
         return _made(self.path / name, self._serial)
 
     def _clean(self) -> None:
-        """What runs that were killed have left: nobody else writes here now."""
+        """Remove what runs that were killed have left: nobody else writes here now."""
         for entry in os.scandir(self.path):
             if entry.name.startswith((".step-", ".trash-")) and entry.is_dir(follow_symlinks=False):
                 remove(Path(entry.path))
         self._serial = max((manifest.serial for _, manifest in newest_first(self.path)[0]), default=0)
 
     def tidy(self, newest: Path) -> None:
-        """A checkpoint has got its name: delete those that need not be kept. Damaged ones are not touched."""
+        """Delete checkpoints that need not be kept, now that one has got its name. Damaged ones are not touched."""
         whole = newest_first(self.path)[0]
         best = best_of(whole) if self._keep_best else None
         seen: set[int] = set()
@@ -107,11 +108,11 @@ class Single(Directory):
         return _made(self._final, 1)
 
     def tidy(self, newest: Path) -> None:
-        """Nothing beside it is ours."""
+        """Do nothing: no files beside it are ours."""
 
 
 def sees(directory: Path, process: int) -> bool:
-    """A directory that process 0 has made must be here too."""
+    """Check that a directory that process 0 has made is here too."""
     deadline = time.monotonic() + SHARED_SECONDS
     while not directory.exists():
         if time.monotonic() > deadline:

@@ -40,7 +40,7 @@ VERSION = 1
 PIECE = 16 * 2**20  # bytes that are read and summed at a time
 LONGEST = 2**28  # bytes of an index
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-BEST = "best"  # in a path: the checkpoint with the lowest score
+BEST = "best"  # As a name in a path, the checkpoint with the lowest score.
 FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
@@ -55,9 +55,10 @@ class Manifest:
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
     files: Mapping[str, tuple[int, str]]
-    origin: Mapping[str, Any] | None = None  # of a model that came from transformers: its configuration
-    score: float | None = None  # by which the best one is chosen: the lowest
-    while_best: bool = False  # it was saved for its score, and stays while that is the lowest
+    # A model that came from transformers has its configuration here.
+    origin: Mapping[str, Any] | None = None
+    score: float | None = None  # The best checkpoint is the one with the lowest.
+    while_best: bool = False  # Saved for its score, it stays while that is the lowest.
 
     @property
     def bytes(self) -> int:
@@ -75,12 +76,12 @@ class Named:
 
 
 def folder_name(step: int, again: int = 0) -> str:
-    """What the directory of a step is called."""
+    """Return what the directory of a step is called."""
     return f"step-{step:08d}" + (f".{again}" if again else "")
 
 
 def checkpoints_in(directory: Path) -> list[Named]:
-    """By step; hidden ones (being written, or being deleted) are not there."""
+    """Return checkpoints by step; hidden ones (being written, or being deleted) are left out."""
     if not directory.is_dir():
         return []
     found = []
@@ -92,7 +93,7 @@ def checkpoints_in(directory: Path) -> list[Named]:
 
 
 def seal(document: Mapping[str, Any]) -> bytes:
-    """The bytes of a manifest, with its own checksum in it."""
+    """Return the bytes of a manifest, with its own checksum in it."""
     body = {"format": FORMAT, "version": VERSION, **document}
     return json.dumps({**body, "checksum": _own_checksum(body)}, indent=1).encode() + b"\n"
 
@@ -102,7 +103,7 @@ def _own_checksum(body: Mapping[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest, if it is one and is whole; the files that it lists are not looked at."""
+    """Read the manifest, if it is one and is whole; the files that it lists are not looked at."""
     file = path / MANIFEST
     document = _json(file, f"{path} is not a checkpoint of Penstock, or is not complete", MOST_BYTES)
     if document.get("format") != FORMAT:
@@ -133,7 +134,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def plain_name(name: Any) -> str:
-    """The name of a file in the checkpoint's own directory."""
+    """Return the name of a file in the checkpoint's own directory."""
     if not isinstance(name, str) or not PLAIN_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not a plain file name")
     return name
@@ -152,7 +153,7 @@ def _score(value: Any) -> float | None:
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """The index of a checkpoint whose files have been verified."""
+    """Read the index of a checkpoint whose files have been verified."""
     document: dict[str, Any] = _json(path / INDEX, f"{path} has no index", LONGEST)
     if not isinstance(document.get("tensors"), dict):
         raise CheckpointError(f"{path / INDEX} is not the index of a Penstock checkpoint", path=path)
@@ -171,7 +172,7 @@ def _json(file: Path, otherwise: str, most: int) -> Any:
 
 
 def damages(path: Path, manifest: Manifest, *, sums: bool, part: tuple[int, int] = (0, 1)) -> Iterator[str]:
-    """What is wrong with the files, each by name; `sums` reads them all, else sizes alone are compared.
+    """Yield what is wrong with the files, each by name; `sums` reads them all, else sizes alone are compared.
 
     `part` is (which, of how many): processes share the reading.
     """
@@ -194,7 +195,7 @@ def damages(path: Path, manifest: Manifest, *, sums: bool, part: tuple[int, int]
 
 
 def check_files(path: Path) -> Manifest:
-    """The manifest of a checkpoint, every byte of which was compared with its checksum; or an error that lists all."""
+    """Compare every byte of a checkpoint with its checksum; return the manifest or raise an error that lists all."""
     manifest = read_manifest(path)
     wrong = list(damages(path, manifest, sums=True))
     if wrong:
@@ -203,7 +204,7 @@ def check_files(path: Path) -> Manifest:
 
 
 def checksum_of(file: Path) -> str:
-    """The CRC-32 of a file, in hex."""
+    """Compute the CRC-32 of a file, in hex."""
     value = 0
     with file.open("rb", buffering=0) as stream:
         while piece := stream.read(PIECE):
@@ -212,7 +213,7 @@ def checksum_of(file: Path) -> str:
 
 
 def newest_first(directory: Path) -> tuple[list[tuple[Path, Manifest]], list[str]]:
-    """The checkpoints of a directory whose manifest and sizes are right, and what is wrong with the others."""
+    """Find the checkpoints of a directory whose manifest and sizes are right, and what is wrong with the others."""
     whole, problems = [], []
     for named in checkpoints_in(directory):
         try:
@@ -230,19 +231,19 @@ def newest_first(directory: Path) -> tuple[list[tuple[Path, Manifest]], list[str
 
 
 def best_of(whole: list[tuple[Path, Manifest]]) -> Path | None:
-    """The checkpoint with the lowest score; of several with the same, the first that was saved."""
+    """Find the checkpoint with the lowest score; of several with the same, the first that was saved."""
     scored = [(manifest.score, manifest.serial, path) for path, manifest in whole if manifest.score is not None]
     return min(scored)[2] if scored else None
 
 
 def find_newest(directory: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint, and why others were passed over."""
+    """Find the newest whole checkpoint, and why others were passed over."""
     whole, problems = newest_first(directory)
     return (whole[0][0] if whole else None), problems
 
 
 def checkpoints_at(place: str | Path) -> list[Path]:
-    """The checkpoint at a place, or all in the directory there; of a run's folder, those of the run."""
+    """Find the checkpoint at a place, or all in the directory there; of a run's folder, those of the run."""
     path = Path(place)
     if (path / MANIFEST).exists():
         return [path]
@@ -255,7 +256,7 @@ def checkpoints_at(place: str | Path) -> list[Path]:
 
 
 def find_checkpoint(place: str | Path) -> Path:
-    """The checkpoint at a place, or the newest whole one in the directory or run there; of RUN/best, the best one."""
+    """Find the checkpoint at a place, or the newest whole one in the directory or run there; at RUN/best, the best."""
     if Path(place).name == BEST and not Path(place).exists():
         whole, _ = newest_first(checkpoints_at(Path(place).parent)[0].parent)
         best = best_of(whole)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
 WRONG = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError)  # what forged values cause
-PARTS = ("scheduler", "scaler", "data")  # which keep a state of their own
+PARTS = ("scheduler", "scaler", "data")  # These keep a state of their own.
 ALIKE = ("processes", "placement", "replicas", "replicate", "tp")  # what a process's own state depends on
 logger = logging.getLogger("penstock.checkpoint")
 
@@ -76,7 +76,7 @@ class SkippedLog:
 
 
 def load_into(pipe: Pipeline, given: Given, place: Path, log_skipped: SkippedLog, *, newest: bool) -> Loaded:
-    """Into the pipeline and all that was given; `newest`: `place` has checkpoints, the newest whole one is taken."""
+    """Load into the pipeline and all that was given; with `newest`, the newest whole checkpoint that `place` has."""
     pipe.deployment.ranks.wait_for_late_ranks()
     processes = Processes(pipe, "load()")
     path, manifest = _choose(processes, place, newest, log_skipped)
@@ -121,7 +121,7 @@ def _choose(processes: Processes, place: Path, newest: bool, log_skipped: Skippe
 
 
 def _restoring(*arguments: Any) -> _Restoring:
-    """An index whose checksum is right may still have been written by somebody else."""
+    """Surround loading: an index whose checksum is right may still have been written by somebody else."""
     try:
         restoring = _Restoring(*arguments)
         restoring.rehearse()
@@ -141,7 +141,8 @@ class _Restoring:
     ) -> None:
         self._pipe, self._contents = pipe, contents
         self._manifest, self._processes = manifest, processes
-        self._before: list[tuple[Any, Any]] = []  # who has a new state, and the one of before
+        # Pairs of an object with a new state, and its state of before.
+        self._before: list[tuple[Any, Any]] = []
         self._plains: list[dict[str, Any]] = contents.index["processes"]
         first = self._plains[0]
         self._clock = [int(first["clock"][name]) for name in ("seed", "step", "evaluations")]
@@ -186,7 +187,9 @@ class _Restoring:
             check_states(self._generators)
 
     def _states(self) -> tuple[Any, str]:
-        """Of the generators: each process its own where the layout is the same; else the one that all had, if any."""
+        """Return the generators' states: each process its own where the layout is the same; else one that all had, if
+        any.
+        """
         saved = [plain["generators"] for plain in self._plains]
         if self._alike:
             return decode(saved[self._processes.number], self._contents.tensor), "own"
@@ -199,7 +202,7 @@ class _Restoring:
         return self.targets[key] if key in self.targets else self._contents.tensor(key)
 
     def hand_out(self) -> tuple[None, None]:
-        """To the scheduler, the scaler and the data: code of others, which may refuse what it is given."""
+        """Hand states to the scheduler, the scaler and the data: code of others, which may refuse what it is given."""
         own = self._plains[self._processes.number] if self._alike else {}
         for name, part in self._parts.items():
             plains = [own, *self._plains] if name == "data" else self._plains
@@ -215,12 +218,12 @@ class _Restoring:
         return None, None
 
     def take_back(self) -> None:
-        """As if `hand_out` had never been called."""
+        """Take back everything, as if `hand_out` had never been called."""
         for part, state in self._before:
             part.load_state_dict(state)
 
     def finish(self) -> Loaded:
-        """The optimizer, then the random numbers."""
+        """Load the optimizer, then the random numbers."""
         pipe, manifest = self._pipe, self._manifest
         _take_extra_state(pipe, self._joined["model"], self._tensor)
         pipe.state.loaded()
@@ -246,7 +249,7 @@ class _Restoring:
 
 
 def _joined(plains: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all processes said of the model and the optimizer, as one."""
+    """Join what all processes reported of the model and the optimizer."""
     model = {name: value for plain in plains for name, value in plain.get("model", {}).items()}
     parts = [plain["optimizer"] for plain in plains if "optimizer" in plain]
     if not parts:
@@ -266,7 +269,7 @@ def _take_extra_state(pipe: Pipeline, saved: dict[str, Any], tensor: Any) -> Non
     wanted = {name for name, value in model_entries(pipe) if name in saved}
     if not wanted:
         return
-    pipe.deployment.ranks.give_back()  # as before load_state_dict()
+    pipe.deployment.ranks.give_back()  # A call of load_state_dict() does the same first.
     for holding in pipe.deployment.holdings():
         for place, holder in holding.module.named_modules():
             name = f"{place}._extra_state" if place else "_extra_state"

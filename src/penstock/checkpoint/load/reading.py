@@ -42,7 +42,7 @@ class SavedTensor(NamedTuple):
 
 
 def open_whole(path: Path) -> tuple[Manifest, CheckpointContents]:
-    """A checkpoint whose every byte was compared with its checksums; else an error that lists what is wrong."""
+    """Open a checkpoint and compare every byte with its checksums; raise an error that lists what is wrong."""
     return check_files(path), CheckpointContents(path)
 
 
@@ -67,7 +67,9 @@ class CheckpointContents:
             raise CheckpointError(f"{error.filename}, which the index names: {error.strerror}", path=path) from error
 
     def _check_sizes(self) -> None:
-        """No tensor is larger than the files that are to have it: memory is asked for by what the index says."""
+        """Check that no tensor is larger than the files that are to have it: the index decides how much memory is
+        taken.
+        """
         sizes = {name: os.stat(self.path / name).st_size for name in {name for name, _ in self._homes.values()}}
         for (key, _), (name, shape) in self._homes.items():
             need = math.prod(shape) * self._metadata[key].dtype.itemsize
@@ -76,7 +78,7 @@ class CheckpointContents:
         self.bytes = sum(sizes.values())
 
     def tensor(self, key: str) -> Tensor:
-        """One whole tensor, on the CPU."""
+        """Read one whole tensor, on the CPU."""
         found = self._of(key)
         goal = torch.empty(found.size, dtype=found.dtype, device="cpu")
         for chunk in found.chunks:
@@ -91,7 +93,7 @@ class CheckpointContents:
         return goal
 
     def bytes_of(self, key: str) -> int:
-        """The bytes of one whole tensor."""
+        """Return the bytes of one whole tensor."""
         found = self._of(key)
         return math.prod(found.size) * found.dtype.itemsize
 
@@ -169,7 +171,7 @@ def _metadata(saved: Mapping[str, Any]) -> SavedTensor:
 
 
 def _check_cover(found: SavedTensor) -> None:
-    """The pieces lie inside the tensor and are as many numbers as it has: else some would stay as memory had them."""
+    """Check that the pieces fill the tensor: the rest would stay as memory had it."""
     for chunk in found.chunks:
         ends = [begin + size for begin, size in zip(chunk.offsets, chunk.sizes, strict=True)]
         if len(ends) != len(found.size) or any(
@@ -183,7 +185,7 @@ def _check_cover(found: SavedTensor) -> None:
     for number, chunk in enumerate(ordered):
         for other in ordered[number + 1 :]:
             if not other.offsets or other.offsets[0] >= chunk.offsets[0] + chunk.sizes[0]:
-                break  # and so are all behind it
+                break  # All behind it start later.
             pairs += 1
             if pairs > MOST_PAIRS:
                 raise ValueError(f"{len(ordered):,} pieces of a tensor are too many side by side")

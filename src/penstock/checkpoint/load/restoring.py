@@ -37,7 +37,7 @@ def fit_model(
     replicas_alike: bool = True,
     leave_out: Callable[[str], bool] | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors to fill, by key; `plain` has the extra state that modules keep beside theirs.
+    """Return the tensors to fill, by key; `plain` has the extra state that modules keep beside theirs.
 
     A parameter that is left out (by its name) may be missing, and then stays as it is.
     """
@@ -48,7 +48,8 @@ def fit_model(
     for name, value in model_entries(pipe):
         section = section_of(pipe, name)
         if section == "loss" and not has_loss:
-            continue  # it was saved with a loss that has no state: this one stays as it was made
+            # It was saved with a loss that has no state: this one stays as it was made.
+            continue
         key = f"{section}.{known.get(name, name)}"
         if not isinstance(value, Tensor):
             if name not in plain:
@@ -77,7 +78,7 @@ def fit_model(
 def fit_averages(
     pipe: Pipeline, contents: CheckpointContents, averages: Mapping[str, Tensor]
 ) -> dict[str, tuple[str, Tensor]]:
-    """Averages to fill that a checkpoint has, by parameter name: (key, tensor)."""
+    """Return the averages to fill that a checkpoint has, by parameter name: (key, tensor)."""
     known, _ = names_in(pipe, contents)
     found: dict[str, tuple[str, Tensor]] = {}
     wrong: list[str] = []
@@ -92,7 +93,7 @@ def fit_averages(
 
 
 def names_in(pipe: Pipeline, contents: CheckpointContents) -> tuple[dict[str, str], list[str]]:
-    """Tied parameters that were saved under another of their names, by the one they have here; and what is wrong.
+    """Map tied parameters that were saved under another name to the one that they have here; and report what is wrong.
 
     Which of its names comes first can depend on the way of cutting: in a graph, on where the module that reads it went.
     """
@@ -194,7 +195,7 @@ class OptimizerFit:
                         optimizer.state[parameter] = state
 
     def _decoded(self, entry: Any, parameter: Tensor, tensor: Callable[[str], Tensor]) -> Any:
-        """A value of optimizer state; tensors deeper inside it are put beside their parameter."""
+        """Decode a value of optimizer state; tensors deeper inside it are put beside their parameter."""
 
         def beside(key: str) -> Tensor:
             return tensor(key) if key in self.targets else tensor(key).to(parameter.device)
@@ -203,7 +204,7 @@ class OptimizerFit:
 
 
 def _room_for(key: str, saved: Mapping[str, Any], parameter: Tensor, options: Mapping[str, Any]) -> Tensor:
-    """Where optimizer state goes: beside its parameter, and sharded as that is; a count of steps mostly on the CPU."""
+    """Make room for optimizer state: beside its parameter and sharded alike; a count of steps mostly on the CPU."""
     dtype = getattr(torch, saved["dtype"])
     shape = tuple(saved["shape"])
     if shape == tuple(parameter.shape) and isinstance(parameter, DTensor):
@@ -214,7 +215,7 @@ def _room_for(key: str, saved: Mapping[str, Any], parameter: Tensor, options: Ma
 
 
 def _misfit(name: str, saved: Mapping[str, Any], value: Tensor, where: str) -> str:
-    """What differs between a tensor in a checkpoint and one that is to be filled; empty where nothing does."""
+    """Describe what differs between a tensor in a checkpoint and one that is to be filled; empty where nothing does."""
     if tuple(saved["shape"]) != tuple(value.shape):
         return f"{name} has shape {tuple(saved['shape'])} in it and {tuple(value.shape)} {where}"
     dtype = str(value.dtype).removeprefix("torch.")

@@ -34,11 +34,12 @@ class Given:
     averages: Mapping[str, Tensor] | None = None
     score: float | None = None
     while_best: bool = False
-    leave_out: Callable[[str], bool] | None = None  # of parameters, by name: they come from elsewhere
+    # Whether to leave out a parameter of this name, because it comes from elsewhere.
+    leave_out: Callable[[str], bool] | None = None
 
 
 def collect(pipe: Pipeline, given: Given, process: int) -> Saved:
-    """Tensors (not copied yet) and plain values (copied) of this process."""
+    """Collect tensors (not copied yet) and plain values (copied) of this process."""
     pipe.state.check_values()
     saved = Saved()
     saved.add_model(pipe, given.leave_out)
@@ -62,7 +63,7 @@ def collect(pipe: Pipeline, given: Given, process: int) -> Saved:
 
 
 def check_stateful(holder: Any, name: str) -> None:
-    """It must be able to say so, and to take it back."""
+    """Check that an object can give its state, and take it back."""
     if not callable(getattr(holder, "state_dict", None)) or not callable(getattr(holder, "load_state_dict", None)):
         raise UsageError(
             f"{name}={type(holder).__name__}: pass an object with state_dict() and load_state_dict(state), or use "
@@ -71,7 +72,7 @@ def check_stateful(holder: Any, name: str) -> None:
 
 
 def layout_of(pipe: Pipeline, processes: int) -> dict[str, Any]:
-    """How the run that saves is laid out."""
+    """Describe how the run that saves is laid out."""
     schedule = pipe.schedule
     return {
         "processes": processes,
@@ -87,7 +88,7 @@ def layout_of(pipe: Pipeline, processes: int) -> dict[str, Any]:
 
 
 def document_of(step: int, pipe: Pipeline, given: Given, processes: int) -> dict[str, Any]:
-    """The manifest, but for its files and number."""
+    """Make the manifest, but for its files and number."""
 
     def refuse(tensor: torch.Tensor) -> str:
         raise UsageError("config= holds a tensor; put tensors into extra=")

@@ -54,10 +54,10 @@ class Saving:
     count: int
     plan: WritePlan
     plain: Mapping[str, Any]
-    document: Mapping[str, Any]  # of the manifest, but for its files
+    document: Mapping[str, Any]  # The manifest, but for its files.
     lost: Callable[[], Exception | None]
-    finished: Callable[[Path], None]  # on process 0, after the rename
-    clock: Clock = CLOCK  # by which the other processes are waited for
+    finished: Callable[[Path], None]  # Called on process 0, after the rename.
+    clock: Clock = CLOCK  # Times the waits for the other processes.
     body: Body | None = None
     _pieces: Callable[[], Iterable[memoryview]] = list
     _ended: BaseException | None = None  # why this process no longer wants it
@@ -124,7 +124,7 @@ class Saving:
     # -- process 0
 
     def _notes(self) -> list[dict[str, Any]]:
-        """Every process's note, once all are there."""
+        """Return every process's note, once all are there."""
         wanted = [self.temporary / f"note-{number:05d}.json" for number in range(self.count)]
 
         def missing() -> list[int]:
@@ -195,7 +195,7 @@ class Saving:
 
 
 def _progress(directory: Path) -> list[tuple[str, int]]:
-    """Names and sizes of the files so far, which change while anybody writes."""
+    """Return names and sizes of the files so far, which change while anybody writes."""
     found = []
     with suppress(FileNotFoundError):
         for entry in os.scandir(directory):

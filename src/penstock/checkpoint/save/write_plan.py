@@ -45,7 +45,7 @@ class Planner:
         self._signature = ""
 
     def look(self, tensors: Mapping[str, Tensor]) -> str:
-        """What this process has, as a digest; empty where that is what it had at the last save."""
+        """Return what this process has, as a digest; empty where that is what it had at the last save."""
         for key, tensor in tensors.items():
             name_of_type(tensor.dtype, key)
         planner = DefaultSavePlanner(flatten_state_dict=False)
@@ -60,7 +60,7 @@ class Planner:
         return signature if changed else ""
 
     def agree(self, changed: bool, process: int, exchange: Callable[[Any], list[Any]]) -> WritePlan:
-        """The plan; collective where `changed`, which all processes must say alike."""
+        """Make the plan; collective where `changed`, which must be the same on all processes."""
         assert self._planner is not None
         assert self._local is not None
         if changed or self._plan is None:
@@ -72,7 +72,7 @@ class Planner:
         return self._plan
 
     def value_of(self, entry: TensorEntry) -> Tensor:
-        """The tensor, or this process's shard of it, that an entry is a copy of."""
+        """Return the tensor, or this process's shard of it, that an entry is a copy of."""
         assert self._planner is not None
         assert self._plan is not None
         found = self._planner.resolve_data(self._plan.items[entry.key])
@@ -85,7 +85,7 @@ class Planner:
 
 
 def _answer(item: WriteItem) -> tuple[Any, ...]:
-    """One piece of a tensor as processes tell each other, in plain values."""
+    """Return one piece of a tensor as processes send it to each other, in plain values."""
     index, data = item.index, item.tensor_data
     assert data is not None
     offset = None if index.offset is None else tuple(index.offset)
@@ -134,6 +134,6 @@ def _plan_of(plans: list[SavePlan], metadata: Mapping[str, Any], process: int) -
 
 
 def _sharding(entries: list[TensorEntry]) -> dict[str, str]:
-    """What torch's own HuggingFaceStorageReader looks for, so that plain DCP reads our files too."""
+    """Return what torch's own HuggingFaceStorageReader looks for, so that plain DCP reads our files too."""
     info = {entry.key: {"saved_offsets": list(entry.offsets)} for entry in entries}
     return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(info)}

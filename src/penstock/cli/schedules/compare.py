@@ -29,7 +29,7 @@ FIGURES = {
     "idle_share": percent,
     "steady_idle_share": percent,
     "peak_activations": number,
-}  # and how each is written
+}
 WIDE = 1000  # columns of a pipe: no cell is ever folded there
 Draw = Annotated[bool, typer.Option("--draw", help="Draw each schedule as well.")]
 
@@ -42,8 +42,8 @@ class Compared:
     schedule: Schedule
     makespan: float
     idle_share: float
-    steady_idle_share: float  # where steps overlap
-    peak_activations: float  # in microbatches of a whole rank
+    steady_idle_share: float  # Idle share where steps overlap.
+    peak_activations: float  # Counted in microbatches of a whole rank.
 
     @property
     def stages_per_rank(self) -> int:
@@ -89,7 +89,7 @@ def _entry(
 
 
 def _best(entries: list[Compared]) -> dict[str, float]:
-    """The lowest of each figure among the families that train."""
+    """Return the lowest of each figure among the families that train."""
     training = [entry for entry in entries if not entry.schedule.forward_only]
     return {name: min(getattr(entry, name) for entry in training) for name in FIGURES}
 

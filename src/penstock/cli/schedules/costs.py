@@ -20,7 +20,7 @@ def _option(help: str, metavar: str = "TIME[,...]", show_default: bool = False) 
 
 class _StatedCosts:
     def read(self, stages: int | None = None) -> Costs:
-        """The costs that the options state, of so many stages if that is known."""
+        """Read the costs that the options state, of so many stages if that is known."""
         found: dict[str, Any] = {}
         for name, text in vars(self).items():
             if text is not None:
@@ -77,7 +77,7 @@ class RankTimeOptions(_StatedCosts):
 
 
 def amount(option: str, text: str) -> float:
-    """One number that can be a cost."""
+    """Read one number that can be a cost."""
     try:
         value = float(text)
     except ValueError:
@@ -88,7 +88,7 @@ def amount(option: str, text: str) -> float:
 
 
 def amounts(option: str, text: str, stages: int | None = None) -> float | tuple[float, ...]:
-    """One number, or several with commas: one per stage, where it is known how many there are."""
+    """Read one number, or several with commas: one per stage, where it is known how many there are."""
     values = tuple(amount(option, part) for part in text.split(","))
     if len(values) == 1:
         return values[0]

@@ -17,7 +17,7 @@ PIPE_WIDTH = 100
 
 
 def refuse_with_curve(given: dict[str, object]) -> None:
-    """Options that are about one schedule, and a curve has many."""
+    """Refuse options that are about one schedule, since a curve has many."""
     for option, value in given.items():
         if value:
             raise UsageError(f"{option} is for one schedule, and --curve draws many; leave one of them out")

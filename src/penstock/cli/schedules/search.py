@@ -24,7 +24,7 @@ from penstock.errors import UsageError
 from penstock.schedule import Found, search_curve, search_report
 from penstock.schedule.columns import check_size
 from penstock.schedule.files.text import file_kind
-from penstock.schedule.search.curve import SHARES
+from penstock.tools.search.curve import SHARES
 from penstock.view.figures import percent
 
 Memory = Annotated[

@@ -74,12 +74,12 @@ def show(
 
 
 def drawing(schedule: Schedule, width: int | None) -> str:
-    """The grid, with colours where stdout takes them."""
+    """Draw the grid, with colours where stdout takes them."""
     return schedule.draw(width=width, color=paints())
 
 
 def legend(schedule: Schedule) -> str:
-    """What the letters in the drawing mean; only those that are in it."""
+    """Explain the letters in the drawing; only those that are in it."""
     columns, there = schedule.columns, schedule.ops
     words = [meaning for op, meaning in MEANINGS.items() if op in there]
     if sum(columns.lengths) > columns.size - len(columns.second) or len(set(columns.lengths)) > 1:
@@ -90,7 +90,7 @@ def legend(schedule: Schedule) -> str:
 
 
 def _gaps(schedule: Schedule) -> list[str]:
-    """Slots in which no rank does anything: nothing needs them, and a run has none of them."""
+    """Describe slots in which no rank does anything: nothing needs them, and a run has none of them."""
     used = set(schedule.columns.position.tolist())
     gaps = [slot for slot in range(max(used, default=0)) if slot not in used]
     slots = "slots" if len(gaps) > 1 else "slot"
@@ -104,7 +104,7 @@ def _costs(timeline: Timeline, steady: float) -> list[str]:
 
 
 def _document(schedule: Schedule, timeline: Timeline | None, steady: float) -> str:
-    """What `--save x.json` writes, and the facts below the drawing: it loads back."""
+    """Make what `--save x.json` writes, with the facts below the drawing: it loads back."""
     return to_json(
         schedule,
         ranks=schedule.ranks,

@@ -12,8 +12,9 @@ from penstock.cli.schedules.costs import CostOptions, amount
 from penstock.cli.source import AsJson, Sizes, Source, Steps, check_steps, count, described, identity, read_proved
 from penstock.schedule import Costs, Span, Spread, SteadyState, Timeline, steady_state, what_if
 from penstock.schedule import simulate as price
+from penstock.schedule.files.drawing import table
 from penstock.schedule.repeated import repeated
-from penstock.view.figures import percent, table
+from penstock.view.figures import percent
 
 PATH_ENDS = 8  # actions of the critical path that are shown at either end
 
@@ -72,7 +73,7 @@ def _report(title: str, timeline: Timeline, steady: SteadyState, spread: Spread 
 
 
 def _stated(costs: Costs) -> str:
-    """The costs that are not nothing, in a phrase."""
+    """State the costs that are not zero, in a phrase."""
     words = [f"{name} {_numbers(getattr(costs, name))}" for name in ("forward", "input", "weight")]
     if costs.hop:
         words.append(f"hop {number(costs.hop)}")
@@ -101,7 +102,7 @@ def _by_rank(timeline: Timeline) -> str:
 
 
 def _path(path: tuple[Span, ...]) -> str:
-    """The chain that decides the makespan; of a long one both ends."""
+    """Describe the chain that decides the makespan; of a long one both ends."""
     names = [str(span.action) for span in path]
     if len(names) > 2 * PATH_ENDS:
         names[PATH_ENDS:-PATH_ENDS] = [f"... {len(path) - 2 * PATH_ENDS} more ..."]

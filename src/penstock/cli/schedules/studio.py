@@ -54,7 +54,7 @@ def studio(sizes: BatchSizes, sources: Sources = None, out: Out = None, port: Po
 
 
 def _begin(sources: list[str], ranks: int | None, microbatches: int | None) -> Shown:
-    """What the page shows first."""
+    """Return what the page shows first."""
     if len(sources) > SLOTS:
         raise UsageError(f"the studio shows two schedules side by side, not {len(sources)}; penstock view shows more")
     slots = [
@@ -125,7 +125,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(self.server.body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the terminal shows the address."""
+        """Write nothing: the terminal shows the address."""
 
 
 def serve(page: str, port: int) -> None:

@@ -36,7 +36,7 @@ def verify(source: Source, sizes: Sizes, steps: Steps = 1, links: Links = "direc
             schedule = read(source, sizes)
             check_steps(schedule, steps)
             found, program = _prove(schedule, steps, links)
-    except ScheduleError as error:  # it could not even be read
+    except ScheduleError as error:  # The file could not even be read.
         schedule, found, program = None, list(error.faults), None
     if as_json:
         write_json({**_document(schedule, program, found, links), "steps": steps})
@@ -50,7 +50,7 @@ def verify(source: Source, sizes: Sizes, steps: Steps = 1, links: Links = "direc
 
 
 def _prove(schedule: Schedule, steps: int, links: str) -> tuple[list[Fault], Schedule | None]:
-    """The faults of the schedule, or else of its program; and the program, where it is sound."""
+    """Return the faults of the schedule, or else of its program; and the program, where it is sound."""
     found = faults(schedule, steps, links)
     if found or "transfers" in schedule.passes:
         return found, None if found else schedule
@@ -60,7 +60,7 @@ def _prove(schedule: Schedule, steps: int, links: str) -> tuple[list[Fault], Sch
 
 
 def _counts(schedule: Schedule) -> dict[str, int]:
-    """How many actions of each kind; the parts of a pair are counted each."""
+    """Count the actions of each kind; the parts of a pair are counted each."""
     by_op = Counter(part.op for _, _, part in schedule.parts())
     counts = {name: sum(by_op[op] for op in Op if first <= op <= last) for name, first, last in COUNTED}
     return {**counts, "messages": counts["transfers"] // 2}

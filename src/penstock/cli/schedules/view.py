@@ -18,7 +18,7 @@ from penstock.cli.runs import ShownRun, is_run, load_recording
 from penstock.cli.schedules.costs import TimeOptions, amount
 from penstock.cli.source import AsJson, Sizes, complete_source, count, identity, is_file, read_one_of
 from penstock.schedule import FAMILIES, Costs, Schedule, Timeline, simulate
-from penstock.schedule.timing.calibrate import costs_of, fitted
+from penstock.tools.search.calibrate import costs_of, fitted
 from penstock.view.account import account
 from penstock.view.figures import SHARES, idle_shares, printable
 from penstock.view.gantt import IDLE, gantt
@@ -107,7 +107,7 @@ def _save(
 
 
 def _write(runs: Sequence[Run], notes: Sequence[str], columns: int) -> None:
-    """The chart, and of recorded runs what to know first and where their time went."""
+    """Write the chart, and of recorded runs what to know first and where their time went."""
     for note in notes:
         write(fold(note, columns))
     if notes:
@@ -151,7 +151,7 @@ def _priced(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def _stated(schedule: Schedule, times: TimeOptions, several: bool) -> Costs:
-    """The options' costs; of several schedules a rank's, so that one with more stages does not look slower."""
+    """Return the options' costs; of several schedules a rank's, so that one with more stages does not look slower."""
     costs, share = times.read(schedule.stages), schedule.placement.stages_per_rank if several else 1
     own = {name: getattr(costs, name) for name in ("forward", "input", "weight")}
     shared: dict[str, Any] = {name: value / share for name, value in own.items() if isinstance(value, float)}

@@ -17,8 +17,9 @@ from penstock.cli.schedules.costs import amount
 from penstock.cli.source import AsJson, Sizes, identity, is_file, read_one_of
 from penstock.errors import UsageError
 from penstock.schedule import FAMILIES, Costs, Op, Schedule, Timeline, simulate
-from penstock.schedule.timing.calibrate import costs_of, fitted, outside
-from penstock.view.figures import percent, table, time_text
+from penstock.schedule.files.drawing import table
+from penstock.tools.search.calibrate import costs_of, fitted, outside
+from penstock.view.figures import percent, time_text
 
 From = Annotated[
     str,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PipelineCheckpointIO"]
 
-PARTS = ("state_dict", "optimizer_states")  # which each process writes by itself
+PARTS = ("state_dict", "optimizer_states")  # Each process writes these by itself.
 
 
 class PipelineCheckpointIO(CheckpointIO):
@@ -38,7 +38,7 @@ class PipelineCheckpointIO(CheckpointIO):
         return self.strategy
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """On every process; whole when it returns."""
+        """Save on every process; the checkpoint is whole when this returns."""
         if storage_options is not None:
             raise UsageError("a PipelineCheckpointIO takes no storage_options")
         strategy = self._here()
@@ -46,11 +46,11 @@ class PipelineCheckpointIO(CheckpointIO):
         save(path, strategy.pipe, strategy.bare_optimizers(), step=checkpoint["global_step"], extra=extra)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """On every process, into its stages and optimizers; the rest is returned."""
+        """Load on every process, into its stages and optimizers; return the rest."""
         strategy = self._here()
         loaded = load(path, strategy.pipe, strategy.bare_optimizers() or None)
         return {**loaded.extra, **{name: [] for name in PARTS}}
 
     def remove_checkpoint(self, path: Any) -> None:
-        """On one process."""
+        """Remove a checkpoint, on one process."""
         shutil.rmtree(Path(path))

@@ -21,14 +21,14 @@ GIVEN = {
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """The options of the pipeline that are not the user's to set here."""
+    """Refuse options of the pipeline that are not the user's to set here."""
     for name, reason in GIVEN.items():
         if name in options:
             raise UsageError(f"PipelineStrategy({name}=...): leave it out; {reason}")
 
 
 def check_use(module: LightningModule, trainer: Trainer) -> None:
-    """Ways of training that would be ignored, or would break the pipeline."""
+    """Refuse ways of training that would be ignored, or would break the pipeline."""
     rules = [
         (not module.automatic_optimization, "automatic_optimization=False: the pipeline runs forward and backward"),
         (type(module).backward is not LightningModule.backward, "backward() is overridden: the pipeline's own runs"),

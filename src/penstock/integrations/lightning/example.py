@@ -16,7 +16,7 @@ __all__ = ["example_batch", "rows_of"]
 
 
 def example_batch(trainer: Trainer, rows: int) -> Any:
-    """The first rows of what the trainer is about to run on; random numbers stay as they were."""
+    """Return the first rows of what the trainer is about to run on; random numbers stay as they were."""
     loop: Any = trainer._active_loop
     loader: Any = loop._data_source.dataloader()
     while isinstance(loader, (list, tuple)) and len(loader) == 1:
@@ -30,5 +30,5 @@ def example_batch(trainer: Trainer, rows: int) -> Any:
 
 
 def rows_of(batch: Any) -> int:
-    """How many rows a batch has: its first tensor's."""
+    """Return how many rows a batch has: its first tensor's."""
     return next((len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)

@@ -19,17 +19,18 @@ from penstock.errors import UsageError
 from penstock.integrations.lightning.example import rows_of
 from penstock.pipeline import StepResult
 
-__all__ = ["TRAINING", "Logged", "Steps", "follow_log", "joined_logs", "number_of"]
+__all__ = ["TRAINING", "Logged", "ModuleSteps", "follow_log", "joined_logs", "number_of"]
 
 Logged = dict[str, tuple[Any, dict[str, Any]]]  # name -> a number, and the options of log()
 Number = tuple[float, str, dict[str, Any]]  # a value, the name of its dtype, and the options of log()
 
-_now: ContextVar[Logged] = ContextVar("logged")  # of the step that runs; not in the module, whose state is watched
+# What the running step has logged. It is not in the module, whose state is watched.
+_now: ContextVar[Logged] = ContextVar("logged")
 TRAINING = "training_step"
 PLAIN = (bool, int, float, str, type(None))
 
 
-class Steps(nn.Module):
+class ModuleSteps(nn.Module):
     """A model whose forward is one of the steps of a LightningModule."""
 
     def __init__(self, module: LightningModule) -> None:
@@ -49,7 +50,7 @@ class Steps(nn.Module):
 
 
 def follow_log(module: LightningModule) -> None:
-    """From here on, what the module logs inside a step goes with the step's output, and later to Lightning's own."""
+    """Send what the module logs inside a step with the step's output, and later to Lightning's own `log`."""
 
     def log(name: str, value: Any, *args: Any, **options: Any) -> None:
         logged = _now.get(None)
@@ -74,13 +75,13 @@ def follow_log(module: LightningModule) -> None:
 
 
 def number_of(value: Any, options: dict[str, Any]) -> Number:
-    """A logged value as it goes to the other ranks."""
+    """Convert a logged value to what goes to the other ranks."""
     dtype = value.dtype if isinstance(value, Tensor) else torch.get_default_dtype()
     return float(value), str(dtype).removeprefix("torch."), options
 
 
 def joined_logs(result: StepResult, batch: Any, count: int) -> dict[str, Number]:
-    """By name, what was logged of the whole batch.
+    """Join, by name, what was logged of the whole batch.
 
     The loss is the batch's own; any other number is the mean over microbatches, each by its rows.
     """

@@ -25,7 +25,7 @@ from penstock.integrations.accumulation import AccumulationScale, take_count
 from penstock.integrations.lightning.checkpoint_io import PipelineCheckpointIO
 from penstock.integrations.lightning.checks import check_options, check_use
 from penstock.integrations.lightning.example import example_batch
-from penstock.integrations.lightning.steps import TRAINING, Steps, follow_log, joined_logs, number_of
+from penstock.integrations.lightning.steps import TRAINING, ModuleSteps, follow_log, joined_logs, number_of
 from penstock.integrations.model_state import load_own
 from penstock.integrations.optimizer_state import OptimizerState
 from penstock.messages.collective import all_gather
@@ -38,8 +38,8 @@ from penstock.schedule import Schedule, family
 
 __all__ = ["PipelineStrategy"]
 
-PREFIX = "module."  # of the LightningModule's names in `Steps`
-CLOCK = "penstock"  # in a checkpoint: where the pipeline's random numbers stand
+PREFIX = "module."  # The LightningModule's names in `ModuleSteps` begin so.
+CLOCK = "penstock"  # Key in a checkpoint: where the pipeline's random numbers stand.
 STEPS = {
     TrainerFn.FITTING: TRAINING,
     TrainerFn.VALIDATING: "validation_step",
@@ -76,12 +76,14 @@ class PipelineStrategy(DDPStrategy):
         self._options = options if microbatches is None else {"microbatches": microbatches, **options}
         self._replicas, self._example = replicas, example
         self._axes = Axes()
-        self._steps: Steps | None = None
+        self._steps: ModuleSteps | None = None
         self._pipe: Pipeline | None = None
         self._most = 1  # microbatches
         self._accumulation = AccumulationScale()
-        self._gradients: list[tuple[nn.Parameter, Tensor | None]] = []  # of the step for which backward is to come
-        self._orders: list[list[str]] = []  # by optimizer, the names of all parameters that it was made of
+        # Gradients of the step whose backward is to come.
+        self._gradients: list[tuple[nn.Parameter, Tensor | None]] = []
+        # For each optimizer, the names of all parameters that it was made of.
+        self._orders: list[list[str]] = []
         if isinstance(checkpoint_io, PipelineCheckpointIO):
             checkpoint_io.strategy = self
 
@@ -145,7 +147,7 @@ class PipelineStrategy(DDPStrategy):
         follow_log(module)
         example = example_batch(trainer, 2) if self._example is None else self._example
         example = self.precision_plugin.convert_input(self.batch_to_device(example, self.root_device))
-        self._steps = Steps(module)
+        self._steps = ModuleSteps(module)
         self._pipe = Pipeline(
             self._steps,
             example=(STEPS[trainer.state.fn], example, 0),
@@ -157,7 +159,7 @@ class PipelineStrategy(DDPStrategy):
         self._most = self._pipe.microbatches
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Optimizers as the module makes them, of the parameters that this process trains."""
+        """Make optimizers as the module does, of the parameters that this process trains."""
         super().setup_optimizers(trainer)
         assert self._steps is not None
         names: dict[int, str] = {}
@@ -174,7 +176,7 @@ class PipelineStrategy(DDPStrategy):
                 group["params"] = [each for each in group["params"] if id(each) in own]
 
     def bare_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers without what Lightning wraps around them."""
+        """Return the optimizers without what Lightning wraps around them."""
         return [each._optimizer if isinstance(each, LightningOptimizer) else each for each in self.optimizers]
 
     def teardown(self) -> None:
@@ -231,7 +233,7 @@ class PipelineStrategy(DDPStrategy):
             return self._evaluate("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The prediction for a batch, on every rank."""
+        """Return the prediction for a batch, on every rank."""
         with self.precision_plugin.predict_step_context():
             output = self._evaluate("predict_step", *args, **kwargs)
         deployment, found = self.pipe.deployment, [output]
@@ -242,7 +244,9 @@ class PipelineStrategy(DDPStrategy):
         return found[-1]
 
     def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        """A batch in one piece, so that all that the step computes is of the whole batch; on the last rank's word."""
+        """Evaluate a batch in one piece, so that all that the step computes is of the whole batch; the last rank
+        decides.
+        """
         batch, *rest = (*args, *kwargs.values())
         result = self.pipe.evaluate(step, Microbatches([batch]), *rest, outputs=True)
         output = result.output or {"output": None, "logged": {}}
@@ -255,7 +259,7 @@ class PipelineStrategy(DDPStrategy):
         return deployment.placement.rank_of(deployment.staged.stages - 1)
 
     def _log(self, logged: Any) -> None:
-        """What the last stage has logged, on every rank."""
+        """Log what the last stage has logged, on every rank."""
         module: Any = self.lightning_module
         world = self.pipe.deployment.world
         said = world.all_gather("log()", logged or {})[0 if world.transport is None else self._last]
@@ -265,13 +269,13 @@ class PipelineStrategy(DDPStrategy):
     # -- among processes
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Over replicas: the ranks of one pipeline have the same value already."""
+        """Reduce over replicas: the ranks of one pipeline have the same value already."""
         if group is None and self._axes.size("dp") == 1:
             return tensor
         return super().reduce(tensor, self._axes.mesh.get_group("dp") if group is None else group, reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Over all processes."""
+        """Reduce over all processes."""
         said = all_gather(bool(decision), dist.group.WORLD)
         return False not in said if all else True in said
 
@@ -285,7 +289,7 @@ class PipelineStrategy(DDPStrategy):
         return isinstance(self.checkpoint_io, PipelineCheckpointIO)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The state of the whole module, on process 0."""
+        """Return the state of the whole module, on process 0."""
         if self._by_parts():
             return {}
         state = self.pipe.full_state_dict(rank=0)
@@ -304,7 +308,7 @@ class PipelineStrategy(DDPStrategy):
         clock.seed, clock.step, clock.evaluations = checkpoint.get(CLOCK, (clock.seed, clock.step, clock.evaluations))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The state of an optimizer of the whole module, on process 0."""
+        """Return the state of an optimizer of the whole module, on process 0."""
         if self._by_parts():
             return {}
         bare = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -318,7 +322,7 @@ class PipelineStrategy(DDPStrategy):
                 OptimizerState(self.pipe, names, optimizer).load(state, "the checkpoint")
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """On every process."""
+        """Save on every process."""
         clock = self.pipe.deployment.counter
         checkpoint[CLOCK] = (clock.seed, clock.step, clock.evaluations)
         if self._by_parts():

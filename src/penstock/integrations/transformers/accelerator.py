@@ -29,7 +29,7 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """The batches of this replica, on every rank of its pipeline."""
+        """Give every rank of a pipeline the batches of its replica."""
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return data_loader
         prepared = prepare_data_loader(
@@ -51,7 +51,7 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         return prepared
 
     def gather(self, tensor: Any) -> Any:
-        """The tensors of all replicas, one after the other."""
+        """Join the tensors of all replicas, one after the other."""
         if self.axes.size("dp") == 1:
             return tensor
         group = self.axes.mesh.get_group("dp")
@@ -65,7 +65,7 @@ class ReplicaAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has n
         return recursively_apply(join, tensor, error_on_other_type=True)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """The tensors with as many entries along `dim` as the longest of any replica has."""
+        """Pad tensors along `dim` to the longest of any replica."""
         if self.axes.size("dp") == 1:
             return tensor
 

@@ -22,14 +22,14 @@ GIVEN = {
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """The options of the pipeline that are not the user's to set here."""
+    """Refuse options of the pipeline that are not the user's to set here."""
     for name, remedy in GIVEN.items():
         if name in options:
             raise UsageError(f"pipeline={{{name!r}: ...}}: the trainer sets it; {remedy}")
 
 
 def check_use(trainer: Trainer, args: TrainingArguments, replicas: int) -> None:
-    """Arguments and overrides that would be ignored, or would break the pipeline."""
+    """Refuse arguments and overrides that would be ignored, or would break the pipeline."""
     wrong = [text for is_wrong, text in _rules(trainer, args, replicas) if is_wrong]
     if wrong:
         raise UsageError("a PipelineTrainer cannot train like this:\n  " + "\n  ".join(wrong))
@@ -62,7 +62,7 @@ def _rules(trainer: Trainer, args: TrainingArguments, replicas: int) -> list[tup
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, own: list[torch.nn.Parameter], name: str) -> None:
-    """An optimizer that takes the whole model, and not groups of parameters, would train what is not here."""
+    """Refuse an optimizer that takes the whole model and not groups of parameters: it would train what is not here."""
     known = {id(parameter) for parameter in own}
     foreign = [each for group in optimizer.param_groups for each in group["params"] if id(each) not in known]
     if foreign:

@@ -18,7 +18,7 @@ __all__ = ["from_last_rank", "logits_of"]
 
 
 def logits_of(output: Any, left_out: Sequence[str], has_loss: bool) -> Any:
-    """What a Trainer takes for predictions: all of a model's output but its loss."""
+    """Return what a Trainer takes for predictions: all of a model's output but its loss."""
     if isinstance(output, Mapping):
         logits = tuple(value for name, value in output.items() if name not in left_out)
     else:
@@ -27,7 +27,7 @@ def logits_of(output: Any, left_out: Sequence[str], has_loss: bool) -> Any:
 
 
 def from_last_rank(pipe: Pipeline, output: EvalLoopOutput, *, predictions: bool) -> EvalLoopOutput:
-    """The output of an evaluation loop as it is on the last stage's rank; called on every rank."""
+    """Return the output of an evaluation loop as it is on the last stage's rank; called on every rank."""
     deployment = pipe.deployment
     transport = deployment.world.transport
     if transport is None:

@@ -42,19 +42,19 @@ class TrainerLoss:
         return {"loss_fn": self._compute, "loss_options": LossOptions(weight=self._counted)}
 
     def is_scaled(self, items: Any) -> bool:
-        """Whether the losses of accumulated batches add up as they are."""
+        """Return whether the losses of accumulated batches add up as they are."""
         if self._trainer.loss_is_scaled_for_ga is not None:
             return bool(self._trainer.loss_is_scaled_for_ga)
         is_divided = self._trainer.model_accepts_loss_kwargs and items is not None
         return is_divided or self._trainer.compute_loss_func is not None
 
     def apart(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """The model's inputs, and the labels where they go beside it."""
+        """Separate the model's inputs from the labels, where these go beside it."""
         inputs = dict(inputs)
         return inputs, inputs.pop("labels", None) if self._beside else None
 
     def call(self, inputs: Mapping[str, Any], items: Any) -> dict[str, Any]:
-        """What `pipe.step` and `pipe.evaluate` are passed for a batch."""
+        """Return what `pipe.step` and `pipe.evaluate` are passed for a batch."""
         inputs, labels = self.apart(inputs)
         if items is not None and self._trainer.model_accepts_loss_kwargs:
             inputs[ITEMS] = items

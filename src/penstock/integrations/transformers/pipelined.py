@@ -25,7 +25,7 @@ class Pipelined(nn.Module):
         self.module, self.pipe = model, pipe
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of the stages in this process; a tied one goes by its first name in the model."""
+        """Yield (name, parameter) of the stages in this process; a tied one goes by its first name in the model."""
         first = self.pipe.state.first_names()
         for name, parameter in self.pipe.named_parameters():
             yield first.get(name, name), parameter

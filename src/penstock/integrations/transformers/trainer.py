@@ -36,7 +36,7 @@ from penstock.schedule import Schedule, family
 
 __all__ = ["PipelineTrainer"]
 
-CLOCK_NAME = "pipeline.json"  # in a checkpoint: where the pipeline's random numbers stand
+CLOCK_NAME = "pipeline.json"  # Name in a checkpoint: where the pipeline's random numbers stand.
 PER_RANK = 4  # microbatches per rank, where nothing is said and the batch has as many rows
 
 
@@ -82,7 +82,7 @@ class PipelineTrainer(Trainer):
         return self._accelerator_args
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As in a Trainer, with an Accelerator that gives all ranks of a pipeline the same batches."""
+        """Create an Accelerator as a Trainer does, one that gives all ranks of a pipeline the same batches."""
         super().create_accelerator_and_postprocess()
         self.accelerator = ReplicaAccelerator(**self._accelerator_args)
         self.accelerator.axes = self.axes
@@ -92,7 +92,7 @@ class PipelineTrainer(Trainer):
         return self._on_pipeline(self.train_dataset)
 
     def _on_pipeline(self, dataset: Any) -> Pipelined:
-        """The model on its pipeline, which is made when it is first needed; `dataset` has an example for the cut."""
+        """Put the model on its pipeline, made when it is first needed; `dataset` has an example for the cut."""
         if self._pipelined is None or self._pipelined.module is not self.model:  # model_init makes new ones
             if self._pipelined is not None:
                 self.pipe.close()
@@ -124,7 +124,7 @@ class PipelineTrainer(Trainer):
         return pipe
 
     def _example(self, dataset: Any, rows: int) -> dict[str, Any]:
-        """The first rows of the data, as the model gets them."""
+        """Return the first rows of the data, as the model gets them."""
         collate = self._get_collator_with_removed_columns(self.data_collator)
         inputs, _ = self._loss.apart(self._prepare_inputs(first_rows(dataset, rows, collate)))
         return inputs
@@ -132,7 +132,7 @@ class PipelineTrainer(Trainer):
     # -- training
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The optimizer of this process's stages; every rank has the same groups."""
+        """Create the optimizer of this process's stages; every rank has the same groups."""
         pipelined = self._on_pipeline(self.train_dataset)
         is_new = self.optimizer is None
         optimizer: torch.optim.Optimizer = super().create_optimizer(pipelined)
@@ -141,7 +141,7 @@ class PipelineTrainer(Trainer):
         return optimizer
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Names in the whole model."""
+        """Return names in the whole model."""
         names: list[str] = super().get_decay_parameter_names(self.model)
         return names
 
@@ -168,7 +168,7 @@ class PipelineTrainer(Trainer):
         return self.pipe.grad_norm() if grad_norm is None else grad_norm
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """The rows of one optimizer step, over all replicas."""
+        """Return the rows of one optimizer step, over all replicas."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.axes.size("dp"))
 
     def store_flos(self) -> None:
@@ -187,7 +187,9 @@ class PipelineTrainer(Trainer):
     def evaluation_loop(
         self, dataloader: DataLoader[Any], description: str, *args: Any, **kwargs: Any
     ) -> EvalLoopOutput:
-        """As in a Trainer. Metrics are computed on the last stage's rank, which has the logits, and told to all."""
+        """Evaluate as a Trainer does. The last stage's rank, which has the logits, computes metrics and sends them to
+        all.
+        """
         self._on_pipeline(dataloader.dataset if self.train_dataset is None else self.train_dataset)
         output = super().evaluation_loop(dataloader, description, *args, **kwargs)
         return from_last_rank(self.pipe, output, predictions=description == "Prediction")
@@ -199,7 +201,7 @@ class PipelineTrainer(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """The loss of a batch on every rank, and its logits on the rank of the last stage."""
+        """Return the loss of a batch on every rank, and its logits on the rank of the last stage."""
         inputs = self._prepare_inputs(inputs)
         labels = tuple(inputs.get(name) for name in self.label_names)
         has_labels = bool(labels) and all(each is not None for each in labels)

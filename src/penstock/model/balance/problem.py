@@ -28,11 +28,11 @@ Ends = list[int]  # the boundaries between stages, with 0 and the number of atom
 class PartitionProblem:
     """Atoms, which no cut takes apart, to be dealt out to stages in order."""
 
-    sums: tuple[list[float], ...]  # by stage: what the first n atoms weigh there, on its rank
-    ranks: tuple[int, ...]  # by stage
-    base: tuple[float, ...]  # by rank: load that it has anyway
-    speeds: tuple[float, ...]  # by rank
-    crossing: tuple[float, ...]  # by boundary: bytes that cross a cut there
+    # By stage: what the first n atoms weigh there, on its rank.
+    sums: tuple[list[float], ...]
+    ranks: tuple[int, ...]  # Indexed by stage.
+    speeds: tuple[float, ...]  # Indexed by rank.
+    crossing: tuple[float, ...]  # Indexed by boundary: bytes that cross a cut there.
     grain: float = 0.0  # every load is a multiple of it; 0 where none is known
 
     @property
@@ -44,18 +44,18 @@ class PartitionProblem:
         return len(self.crossing) - 1
 
     def loads(self, ends: Ends) -> list[float]:
-        """The load of each rank."""
-        found = list(self.base)
+        """Return the load of each rank."""
+        found = [0.0] * len(self.speeds)
         for stage, (first, end) in enumerate(pairwise(ends)):
             found[self.ranks[stage]] += self.sums[stage][end] - self.sums[stage][first]
         return found
 
     def largest(self, ends: Ends) -> float:
-        """The load of the rank that all others wait for."""
+        """Return the load of the rank that all others wait for."""
         return max(self.loads(ends))
 
     def bytes(self, ends: Ends) -> float:
-        """The bytes that cross all cuts together."""
+        """Return the bytes that cross all cuts together."""
         return sum(self.crossing[end] for end in ends[1:-1])
 
     @cached_property
@@ -73,11 +73,10 @@ class PartitionProblem:
     @cached_property
     def floor(self) -> float:
         """No cut is lighter: the whole shared out evenly; and the heaviest atom with the lightest beside it."""
-        carried = sum(base * speed for base, speed in zip(self.base, self.speeds, strict=True))
-        even = (self.least[-1] + carried) / sum(self.speeds)
+        even = self.least[-1] / sum(self.speeds)
         atoms = sorted(min(sums[n + 1] - sums[n] for sums in self.sums) for n in range(self.atoms))
         others = min(self.ranks.count(rank) for rank in self.ranks) - 1  # stages of its rank, each with an atom
-        floor = max(even, atoms[-1] + sum(atoms[:others]), *self.base)
+        floor = max(even, atoms[-1] + sum(atoms[:others]))
         return math.ceil(floor / self.grain) * self.grain if self.grain else floor
 
 
@@ -91,9 +90,10 @@ def pose(
     crossing: Sequence[float] | None,
     placement: Placement | None,
     speeds: Sequence[float] | None,
-    base: Sequence[float] | None,
 ) -> tuple[PartitionProblem, list[int]]:
-    """The problem that the arguments of `partition` make, checked; and the piece that each boundary is before."""
+    """Check the arguments of `partition`; return the problem that they make, and the piece that each boundary is
+    before.
+    """
     if not is_count(stages) or stages < 1:
         raise UsageError(f"stages={stages!r}: a model has at least 1 stage")
     rows = _rows(weights, stages)
@@ -105,30 +105,25 @@ def pose(
     places = [0, *_places(count, stages, allowed), count]
     if crossing is not None and len(crossing) < count:
         raise UsageError(f"crossing has {len(crossing)} entries for {count} pieces; pass the bytes before each piece")
-    base = [0.0] * stages if base is None else base
-    if len(base) != stages:
-        raise UsageError(f"base has {len(base)} entries for {stages} stages")
-    carried = [sum(base[stage] for stage in placement.stages_of(r)) / speeds[r] for r in range(placement.ranks)]
     problem = PartitionProblem(
         sums=_sums(rows, placement, speeds, places),
         ranks=placement.by_stage,
-        base=tuple(carried),
         speeds=tuple(speeds),
         crossing=tuple(0.0 if crossing is None or place in (0, count) else float(crossing[place]) for place in places),
-        grain=_grain([*rows, carried], speeds),
+        grain=_grain(rows, speeds),
     )
     return problem, places
 
 
 def _grain(rows: Sequence[Sequence[float]], speeds: Sequence[float]) -> float:
-    """What every load is a multiple of, where weights are whole numbers."""
+    """Return what every load is a multiple of, where weights are whole numbers."""
     if set(speeds) != {1.0} or not all(weight.is_integer() for row in rows for weight in row):
         return 0.0
     return float(math.gcd(*(int(weight) for row in rows for weight in row)))
 
 
 def _rows(weights: Weights, stages: int) -> list[list[float]]:
-    """What each piece weighs on each stage; one shared list where that is the same."""
+    """Return what each piece weighs on each stage; one shared list where that is the same."""
     if not weights:
         raise ModelError(f"there are no pieces to make {stages} stages of; the model has no units")
     rows: list[list[float]] = []
@@ -148,7 +143,7 @@ def _rows(weights: Weights, stages: int) -> list[list[float]]:
 
 
 def speeds_of(speeds: Sequence[float] | None, ranks: int) -> list[float]:
-    """The speeds that were given, or 1 for all."""
+    """Return the speeds that were given, or 1 for all."""
     if speeds is None:
         return [1.0] * ranks
     if len(speeds) != ranks:
@@ -159,7 +154,7 @@ def speeds_of(speeds: Sequence[float] | None, ranks: int) -> list[float]:
 
 
 def _places(count: int, stages: int, allowed: Sequence[int] | None) -> list[int]:
-    """Where a cut may be, in order."""
+    """Return where a cut may be, in order."""
     inner = sorted({place for place in (range(1, count) if allowed is None else allowed) if 0 < place < count})
     if len(inner) < stages - 1:
         pieces = f"{count} pieces" if len(inner) == count - 1 else f"{count} pieces with {len(inner)} places to cut"
@@ -170,7 +165,7 @@ def _places(count: int, stages: int, allowed: Sequence[int] | None) -> list[int]
 def _sums(
     rows: list[list[float]], placement: Placement, speeds: Sequence[float], places: Sequence[int]
 ) -> tuple[list[float], ...]:
-    """The running load of each stage up to each place where a cut may be; stages that weigh alike share one list."""
+    """Sum up the load of each stage up to each place where a cut may be; stages that weigh alike share one list."""
     made: dict[tuple[int, float], list[float]] = {}
     for stage, row in enumerate(rows):
         speed = speeds[placement.rank_of(stage)]

@@ -10,7 +10,7 @@ from itertools import pairwise
 from penstock.errors import UsageError
 from penstock.model.balance.partition import counts_between, partition
 from penstock.schedule.action import Op
-from penstock.schedule.timing.calibrate import occupied
+from penstock.schedule.timing.occupied import occupied
 from penstock.schedule.timing.timeline import Timeline
 
 NO_GAIN = 1e-6
@@ -56,7 +56,7 @@ class Proposal:
 
 
 def stage_times(timeline: Timeline) -> list[float]:
-    """The time that each stage took for forward and backward of one microbatch, as a median over a recorded run."""
+    """Return the median time that each stage took for forward and backward of a microbatch of a recorded run."""
     times = {key: statistics.median(values) for key, values in occupied(timeline).items()}
     found = []
     for stage in range(timeline.schedule.stages):
@@ -69,7 +69,7 @@ def stage_times(timeline: Timeline) -> list[float]:
 def propose(
     weights: Sequence[float], cuts: Sequence[int], timeline: Timeline, *, allowed: Sequence[int] | None = None
 ) -> Proposal:
-    """A better cut after a run: the pieces' weights scaled so that each stage weighs what it took."""
+    """Propose a better cut after a run: the pieces' weights scaled so that each stage weighs what it took."""
     placement = timeline.schedule.placement
     bounds = [0, *cuts, len(weights)]
     if len(bounds) != placement.stages + 1 or any(first >= end for first, end in pairwise(bounds)):

@@ -21,7 +21,7 @@ from penstock.model.balance.partition import bytes_across, counts_between, parti
 from penstock.model.balance.request import first_pieces
 from penstock.model.export.capture import PREFIX
 from penstock.model.export.operations import Values, size_in_bytes
-from penstock.model.use_names import name_and_use, similar_names
+from penstock.model.names import name_and_use, similar_names
 
 NEARLY = 1.1  # a cut where less crosses is taken if the heaviest stage grows by no more than this
 

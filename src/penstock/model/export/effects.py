@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 
 from penstock.errors import ModelError
+from penstock.model.names import dotted_name
 from penstock.model.replay.recording.undo import contents_of, refill
-from penstock.model.use_names import dotted_name
 
 # the last two are nn.LSTM's own copies of its parameters, which follow when those are exchanged for fakes
 INTERNAL = frozenset(vars(nn.Module())) | {"forward", "_flat_weights", "_flat_weight_refs"}

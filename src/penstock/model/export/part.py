@@ -31,10 +31,9 @@ from penstock.model.lazy import is_lazy
 from penstock.model.lru_cache import LruCache
 from penstock.model.moved import moved
 from penstock.model.original.placeholders import with_memory
-from penstock.model.original.settings import AttributeChange, value_key
+from penstock.model.original.settings import OWN, AttributeChange, value_key
 from penstock.model.part import OUTPUT, Names, StagePart
 from penstock.model.replay.modes import in_modes
-from penstock.model.replay.tree import OWN
 from penstock.schedule.topology import Topology
 
 MOST_CAPTURES = 16  # of one setting, and settings: one that changes at every step would capture for ever

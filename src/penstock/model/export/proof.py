@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import ModelError, PenstockError, UsageError
-from penstock.model.counted_runs import DRY, run_as
 from penstock.model.export.capture import Capture
 from penstock.model.export.containers import Arguments, Template, as_contiguous, put_together, take_apart
 from penstock.model.export.effects import RunningModule
@@ -26,6 +25,7 @@ from penstock.model.export.nondeterminism import RandomDraws, watched_calls
 from penstock.model.export.stage_graphs import StageGraph
 from penstock.model.random_states import random_state, restore_random
 from penstock.model.replay.recording.undo import undone
+from penstock.model.run_kind import DRY, run_as
 
 SEED = 20
 ROUNDINGS = 256  # of the largest entry: the same operations, but perhaps by other kernels

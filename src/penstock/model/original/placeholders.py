@@ -3,7 +3,9 @@
 On processes a rank trains what its own stages hold. What the model has beside that would grow old in silence: a call of
 the model, its `state_dict()`, a norm over its parameters would mix values of today with those of the first step. So
 these tensors are let go in place, wherever they stand (the user's model, an optimizer, a list), and give their memory
-back. Shape, type and device can still be asked for. All else raises an error that says where the values are.
+back. Shape, type and device can still be asked for, and there is no gradient: `.grad` is None, so that `zero_grad()`
+and an optimizer of `model.parameters()` pass it over. All else raises an error that names where the values are, and so
+does torch's clipping by norms, which would take this rank's part for the whole.
 
 A model that is cut by its forward runs the code between its units on every stage, and that code may compute with such a
 tensor as long as nothing of this stage depends on the result. There one element, expanded, takes its place, and
@@ -13,6 +15,7 @@ tensor as long as nothing of this stage depends on the result. There one element
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from penstock.errors import ModelError
-from penstock.model.counted_runs import EVERYWHERE, run_kind
+from penstock.model.run_kind import EVERYWHERE, run_kind
 
 _LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous})
 _METHODS = (
@@ -42,6 +45,9 @@ _ABOUT: frozenset[Any] = frozenset(  # what says something about a tensor, and n
     + [getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)]
     + [Tensor.requires_grad.__set__]  # type: ignore[attr-defined]
 )
+_GRAD: Any = Tensor.grad
+_GRADIENT: frozenset[Any] = frozenset({_GRAD.__get__, _GRAD.__set__})
+_CLIPPING = "torch.nn.utils.clip_grad"
 _bare: Any = torch._C.DisableTorchFunctionSubclass
 
 stand_ins = threading.local()  # `stand_ins.add`: hears of each tensor that takes the place of one that is away
@@ -51,16 +57,16 @@ stand_ins = threading.local()  # `stand_ins.add`: hears of each tensor that take
 class Home:
     """Where the values of a tensor are."""
 
-    name: str  # in the whole model
+    name: str  # Its name in the whole model.
     rank: int
     stage: int
-    sharded: bool = False  # by this pipeline, into other tensors
+    sharded: bool = False  # Set if this pipeline has divided it into other tensors.
 
     def __str__(self) -> str:
         return f"rank {self.rank} (stage {self.stage})"
 
     def error(self) -> ModelError:
-        """The error for a use of the tensor itself."""
+        """Make the error for a use of the tensor itself."""
         if self.sharded:
             return ModelError(
                 f"{self.name} was sharded: its values are in pipe.parameters(), a part on each rank, and this tensor "
@@ -86,6 +92,8 @@ class _Away:
         if func in _ABOUT:
             with _bare():
                 return func(*args, **kwargs)
+        if func in _GRADIENT and _has_no_gradient(*args):
+            return None
         if func in _LAYOUT:
             return func(_blank_as_it_was(args[0]), *args[1:], **kwargs)
         if run_kind() == EVERYWHERE:
@@ -99,12 +107,23 @@ class _Away:
         return f"{home.name}, a tensor of shape {tuple(self.shape)} whose values are on {home}"  # type: ignore[attr-defined]
 
 
+def _has_no_gradient(tensor: Tensor, value: Any = None) -> bool:
+    """Return whether None is right for the gradient, as what is read or what is set.
+
+    Of a sharded tensor there is one, in its shards. For torch's clipping, whose code is two frames further up, the
+    gradients that are elsewhere count as well.
+    """
+    clips = sys._getframe(2).f_globals.get("__name__") == _CLIPPING
+    return value is None and not clips and not _STATES[tensor].home.sharded
+
+
 @dataclass(frozen=True)
 class _Released:
     home: Home
     kind: type[Tensor]  # the class that it had
-    stride: tuple[int, ...] | None  # and how it lay in memory; None: it still does
-    phase: int = 0  # where in a cache line it started: kernels may round by that, so it starts there again
+    stride: tuple[int, ...] | None  # Strides that it had in memory; None: it still has them.
+    # Where in a cache line it started: kernels may round by that, so it starts there again.
+    phase: int = 0
 
 
 _STATES: Any = WeakTensorKeyDictionary()
@@ -116,18 +135,18 @@ def _away_kind(kind: Any) -> Any:
 
 
 def is_away(tensor: Any) -> bool:
-    """Whether the tensor was let go."""
+    """Return whether the tensor was let go."""
     return isinstance(tensor, _Away)
 
 
 def home_of(tensor: Tensor) -> Home | None:
-    """Where the values of a tensor are, if that is not here; also for one that was kept, and is old."""
+    """Return where the values of a tensor are, if that is not here; also for one that was kept, and is old."""
     state = _STATES.get(tensor)
     return None if state is None else state.home
 
 
 def mark_kept(tensor: Tensor, home: Home) -> None:
-    """The tensor stays as it is, though its values are elsewhere."""
+    """Keep the tensor as it is, though its values are elsewhere."""
     _STATES[tensor] = _Released(home, type(tensor), None)
 
 
@@ -147,7 +166,7 @@ def let_go(tensor: Tensor, home: Home, stride: tuple[int, ...] | None = None) ->
 
 
 def take_back(tensor: Tensor) -> Tensor:
-    """The tensor can be used again. It has memory, and whatever is in there: the caller fills it."""
+    """Make the tensor usable again. It has memory, and whatever is in there: the caller fills it."""
     state = _STATES.pop(tensor, None)
     if is_away(tensor) and state is not None:
         tensor.__class__ = state.kind
@@ -166,7 +185,7 @@ def _memory(tensor: Tensor, stride: tuple[int, ...], skipped: int) -> Tensor:
 
 @contextmanager
 def with_memory(model: nn.Module) -> Iterator[None]:
-    """A context in which all tensors of a model have memory, for code that reads none of their values.
+    """Give all tensors of a model memory inside, for code that reads none of their values.
 
     It is never touched, so that the system need not provide it.
     """
@@ -181,14 +200,14 @@ def with_memory(model: nn.Module) -> Iterator[None]:
 
 
 def blank(tensor: Tensor, device: torch.device) -> Tensor:
-    """Zeros of the shape and type of a tensor, whether or not it is away."""
+    """Return zeros of the shape and type of a tensor, whether or not it is away."""
     if is_away(tensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
     return torch.zeros_like(tensor, device=device)
 
 
 def _one_element(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape with the memory of one element; who reads it all the same gets NaN."""
+    """Return a tensor of the same shape with the memory of one element; whoever reads it all the same gets NaN."""
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from torch import nn
 
 from penstock.errors import ModelError, UsageError
+from penstock.model.names import dotted_name
 from penstock.model.replay.recording.unit_calls import STATE, ForwardRecording, Mark, Untried
-from penstock.model.use_names import dotted_name
 
 
 def also_in_training(

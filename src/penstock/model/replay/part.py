@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
-from penstock.model.counted_runs import EVERYWHERE, run_as
 from penstock.model.lru_cache import LruCache
+from penstock.model.names import dotted_name
 from penstock.model.original.placeholders import is_away, stand_ins
 from penstock.model.original.settings import AttributeChange, ModuleSettings
 from penstock.model.part import OUTPUT, WHOLE_MODEL, Names, StagePart, state_names
@@ -41,7 +41,7 @@ from penstock.model.replay.stage_units import GlueTensors, StageUnits
 from penstock.model.replay.tree import Twins, stage_tree
 from penstock.model.replay.unit_state.guard import Guard
 from penstock.model.replay.unit_state.sinks import Sinks
-from penstock.model.use_names import dotted_name
+from penstock.model.run_kind import EVERYWHERE, run_as
 
 
 class _PassEnded(BaseException):

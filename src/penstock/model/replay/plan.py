@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import ModelError
+from penstock.model.names import dotted_name
 from penstock.model.replay.recording.unit_calls import PARAMETER, STATE, ForwardRecording, KeptState, Mark
-from penstock.model.use_names import dotted_name
 from penstock.schedule.topology import Topology
 
 GLUE = -1  # in the place of a stage: every stage makes the call

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.model.original.settings import AttributeChange, ModuleSettings
-from penstock.model.use_names import dotted_name
+from penstock.model.names import dotted_name
+from penstock.model.original.settings import OWN, AttributeChange, ModuleSettings
 
 # (name, what runs the unit, args, kwargs, whether by a call and not by `forward`) -> output
 Answer = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any], bool], Any]
-OWN = frozenset(nn.Module().__dict__)  # what every module has
 _ABSENT = object()
 
 

@@ -24,7 +24,7 @@ class SpreadNorms:
         self._links = dict(links)
 
     def of(self, gradients: Sequence[Tensor], order: float, foreach: bool | None) -> PartialNorm | None:
-        """The norm of all of them, over every rank that holds a part of one."""
+        """Compute the norm of all of them, over every rank that holds a part of one."""
         kinds: dict[frozenset[str], list[Tensor]] = {}
         for gradient in gradients:
             kinds.setdefault(_axes(gradient), []).append(local_of(gradient))
@@ -35,14 +35,14 @@ class SpreadNorms:
             held = {axes for each in answers for axes in each}
             for axes in sorted(held, key=lambda axes: (axis in axes, *sorted(axes))):
                 members = [each.get(axes) for each in answers]
-                # of what all members hold, the first one's: those on another processor may differ in the last bit
+                # What all members hold counts once, as the first has it: another processor may differ in the last bit.
                 found = join_partial(members, order) if axis in axes else next(filter(None, members))
                 apart.setdefault(axes - {axis}, []).append(found)
             norms = {axes: join_partial(parts, order) for axes, parts in apart.items()}
         return join_partial([norms[axes] for axes in sorted(norms, key=sorted)], order)
 
     def all_gather(self, call: str, value: Any) -> list[Any]:
-        """What all ranks that hold these parameters, or parts of them, say in this call."""
+        """Return the values of all ranks that hold these parameters, or parts of them, in this call."""
         values = [value]
         for link in self._links.values():
             values = [each for several in link.all_gather(call, values) for each in several]
@@ -56,7 +56,7 @@ class SpreadNorms:
 
 
 def _axes(gradient: Tensor) -> frozenset[str]:
-    """The axes along which this rank has only a part."""
+    """Return the axes along which this rank has only a part."""
     if not isinstance(gradient, DTensor):
         return frozenset()
     names = gradient.device_mesh.mesh_dim_names or ()

@@ -57,18 +57,18 @@ class Bucket:
         return flat
 
     def spread(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter with the sum of its gradients, as views of the bucket."""
+        """Yield each parameter with the sum of its gradients, as views of the bucket."""
         assert self.flat is not None
         for parameter, part in zip(self.parameters, torch.split(self.flat, self.sizes), strict=True):
             yield parameter, like(parameter, part.view(local_of(parameter).shape))
 
 
 def part_of(value: Any, current: Any) -> Any:
-    """A whole value as a part like `current`, cut out here: every rank has the whole one."""
+    """Cut a whole value, which every rank has, into a part like `current`."""
     if not isinstance(current, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if value.shape != current.shape:
-        return value  # which torch will refuse in its own words
+        return value  # Torch refuses it in its own words.
     shape, offset = compute_local_shape_and_global_offset(value.shape, current.device_mesh, current.placements)
     local = value[tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))]
     return like(current, local.to(local_of(current)).contiguous())
@@ -87,7 +87,7 @@ class Reducer:
         self._modules = modules
         self._names = names
         self._link = link
-        self._managed = {id(parameter) for parameter in managed}  # which something else reduces
+        self._managed = {id(parameter) for parameter in managed}  # Something else reduces these.
         self._known = {id(each): each for module in modules.values() for each in module.parameters()}
         self._order: tuple[int, ...] = ()
         self._trained: list[bool] = []
@@ -98,7 +98,7 @@ class Reducer:
         self.parameters: list[nn.Parameter] = []
 
     def begin(self, program: Schedule, rank: int) -> None:
-        """A step begins; the buckets are laid out anew only if what is trained has changed."""
+        """Begin a step; the buckets are laid out anew only if what is trained has changed."""
         self._started, self._done, self.present = [], set(), 0
         order = tuple(each.stage for each in program.rows[rank] if each is not None and each.op is Op.REDUCE_GRAD)
         trained = [parameter.requires_grad for parameter in self.held()]
@@ -118,17 +118,19 @@ class Reducer:
         }
 
     def held(self) -> list[nn.Parameter]:
-        """The parameters that this rank's stages have now, in their order."""
+        """Return the parameters that this rank's stages have now, in their order."""
         return [parameter for module in self._modules.values() for parameter in module.parameters()]
 
     def copied(self) -> list[tuple[str, nn.Parameter]]:
-        """What every replica holds whole, by name."""
+        """Return what every replica holds whole, by name."""
         return [
             (self._names.get(key, "a parameter"), each) for key, each in self._known.items() if key not in self._managed
         ]
 
     def strangers(self, held: Iterable[nn.Parameter]) -> list[str]:
-        """Parameters that were not there when the copies of these stages were made equal; by stage and name there."""
+        """Return parameters that were not there when the copies of these stages were made equal; by stage and name
+        there.
+        """
         if all(id(parameter) in self._known for parameter in held):
             return []
         return [
@@ -152,7 +154,7 @@ class Reducer:
                     begin, size = place + 1, 0
 
     def start(self, stage: int) -> None:
-        """REDUCE_GRAD: the stage's gradients leave, and the sums come while other things run."""
+        """Start REDUCE_GRAD: the stage's gradients leave, and the sums come while other things run."""
         for bucket in self._buckets[stage]:
             for parameter in bucket.parameters:
                 if parameter.grad is not None:
@@ -181,7 +183,7 @@ class Reducer:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
     def drain(self, stage: int) -> None:
-        """The step has failed: the other replicas get their all-reduce all the same."""
+        """Give the other replicas their all-reduce although the step has failed."""
         if stage not in self._done:
             for bucket in self._buckets[stage]:
                 for parameter in bucket.parameters:
@@ -201,7 +203,7 @@ class Reducer:
 
 
 def make_equal(tensors: Iterable[Tensor], link: AxisLink) -> None:
-    """All members take the values of the first, as they must have to begin with."""
+    """Give all members the values of the first, as they must have to begin with."""
     devices: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() and not tensor.is_meta:
@@ -213,7 +215,7 @@ def make_equal(tensors: Iterable[Tensor], link: AxisLink) -> None:
             while waiting and (not part or size + waiting[0].nbytes <= BUCKET_BYTES):
                 part.append(waiting.pop(0))
                 size += part[-1].nbytes
-            # as bytes, because backends do not know every dtype
+            # Tensors travel as bytes, because backends do not know every dtype.
             flat = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in part])
             with link.waiting("the hand-out of parameters"):
                 dist.broadcast(flat, group=link.group, group_src=0)

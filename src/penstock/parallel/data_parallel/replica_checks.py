@@ -32,7 +32,8 @@ from penstock.runtime.engine.executor import Executor
 
 CHANGED = "step() after a change of requires_grad"
 SAMPLE = 8  # numbers of a parameter
-DRIFT = 1e-3  # of the largest: devices of different kinds round differently, and that adds up over a long run
+# Share of the largest: devices of different kinds round differently, and that adds up over a long run.
+DRIFT = 1e-3
 
 
 class ReplicaChecks:
@@ -55,7 +56,7 @@ class ReplicaChecks:
         self._copied = reducer.copied()
         self._turn = 0
         self._sample: tuple[str, list[float], float] | None = None
-        self._versions: list[int] | None = None  # which count the changes in place
+        self._versions: list[int] | None = None  # Versions count the changes in place.
         self._changed: bool | None = None
         self._loads = 0  # a checksum of what was loaded so far
         self._first = True
@@ -102,16 +103,16 @@ class ReplicaChecks:
             self._sample = (name, sample(values, SAMPLE), max(DRIFT, 16 * rounding))
 
     def loaded(self, values: Iterable[Tensor]) -> None:
-        """A state was loaded here: all copies must say the same of it."""
+        """Note that a state was loaded here: all copies must report the same of it."""
         samples = [sample(value.detach(), SAMPLE) for value in values if type(value) in (Tensor, nn.Parameter)]
         self._loads = zlib.crc32(repr(samples).encode(), self._loads + 1)
 
     def report(self) -> Any:
-        """What the other copies compare with theirs at the end of a step."""
+        """Return what the other copies compare with theirs at the end of a step."""
         return self._loads, self._changed, self._sample
 
     def same(self, reports: Sequence[Any]) -> None:
-        """At the end of a training step, what every copy said."""
+        """Compare what every copy reported at the end of a training step."""
         loads, changes, found = zip(*reports, strict=True)
         if len(set(loads)) > 1:
             raise UsageError(
@@ -133,7 +134,7 @@ class ReplicaChecks:
             )
 
     def after(self) -> None:
-        """After a training step, the first one only."""
+        """Look at the optimizer after a training step, the first one only."""
         if self._shards is None or not self._first:
             return
         norms = {
@@ -153,7 +154,7 @@ class ReplicaChecks:
 
 def _alike(one: tuple[str, list[float], float], other: tuple[str, list[float], float]) -> bool:
     if one[0] != other[0]:
-        return True  # of a step that one of them has tried once more
+        return True  # One of them has tried the step once more.
     return alike(one[1], other[1], one[2])
 
 

@@ -34,7 +34,8 @@ from penstock.runtime.engine.report import EndedStep, ReplicaReport, StepReport,
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.schedule import Action, Op, Schedule, insert_shards
 
-COMPARISONS = 2  # of what replicas measure by, and of what their batches weigh
+# Replicas compare what they measure by, and what their batches weigh.
+COMPARISONS = 2
 
 
 class Replicas(Replication):
@@ -61,11 +62,13 @@ class Replicas(Replication):
         self._shards = shards
         self._loss_parallel = loss_parallel
         self._checks = ReplicaChecks(executor, reducer, () if sharder is None else sharder.managed, link, shards)
+        self.is_alone = False
         self._weighing = weighing
         self._weighs = False
         self._total: tuple[list[Tensor], Any] | None = None
-        self._comparisons = 0  # that replicas have before them in this step
-        self._failure: PeerFailure | None = None  # of this step
+        # Number of comparisons that replicas have before them in this step.
+        self._comparisons = 0
+        self._failure: PeerFailure | None = None  # Failure of this step.
         self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []
         if sharder is not None:
             sharder.waiting = self._waiting
@@ -135,7 +138,7 @@ class Replicas(Replication):
         answers = self._link.exchange(value)
         for each in answers:
             if isinstance(each, ReplicaReport):
-                self._comparisons, self._met = 0, True  # that was its last word in this step
+                self._comparisons, self._met = 0, True  # This was its last word in this step.
                 raise each.failure or PeerFailure(self._executor.rank, "a replica has no loss in this call; others do")
         return answers
 
@@ -189,7 +192,7 @@ class Replicas(Replication):
             self.replica_reports = answers
             try:
                 self._finish()
-            except (ModelError, UsageError) as error:  # on all copies alike; the report tells the other ranks
+            except (ModelError, UsageError) as error:  # All copies raise it alike; the report notifies the other ranks.
                 failure, own = link.named(failure_of(self._executor.rank, error, None)), error
             else:
                 if any(each.loss is not None or each.extra for each in answers):
@@ -206,7 +209,7 @@ class Replicas(Replication):
         return summary
 
     def _begin(self, program: Schedule, training: bool) -> None:
-        """What earlier steps added is set aside: it has been reduced."""
+        """Set aside what earlier steps added: it has been reduced."""
         self._count, self._training = program.microbatches, training
         self._computing = ExitStack()  # what holds while this replica computes
         self._total = None
@@ -225,7 +228,7 @@ class Replicas(Replication):
                 parameter.grad = None
 
     def _meet(self, mine: ReplicaReport) -> list[ReplicaReport]:
-        """The end of the step, for all replicas; raises the first failure of another."""
+        """Meet all replicas at the end of the step; raise the first failure of another."""
         if self._link is None:
             return [mine]
         answers = self._link.exchange(mine)
@@ -257,7 +260,7 @@ class Replicas(Replication):
         self._earlier = []
 
     def _report_failure(self, error: BaseException) -> None:
-        """The step has failed here, or another replica said that it has there."""
+        """Report that the step has failed here, or that another replica reported so."""
         link, own = self._link, self._executor.transport.broken
         failure = error if isinstance(error, PeerFailure) else failure_of(self._executor.rank, error, None)
         if self._shards is not None and own is not None:
@@ -280,7 +283,7 @@ class Replicas(Replication):
         self._reducer.finish(discard=True)
 
     def _undo(self) -> None:
-        """No gradient of a step that failed stays."""
+        """Remove all gradients of a step that failed."""
         if self._sharder is not None:
             self._sharder.reset()
         for parameter, earlier in self._earlier:
@@ -288,7 +291,7 @@ class Replicas(Replication):
         self._earlier = []
 
     def _named(self, error: BaseException) -> BaseException:
-        """A failure of this replica says so."""
+        """Add to a failure of this replica that it is one."""
         if not isinstance(error, PeerFailure):
             return error
         named = error

@@ -102,7 +102,8 @@ class Sharder:
             if precision is not None:
                 stage.guarded.wrap = partial(_casting, precision)
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
-        self._gathering: dict[int, Callable[[], None]] = {}  # by stage: waits until its parameters are complete
+        # Indexed by stage: waits until its parameters are complete.
+        self._gathering: dict[int, Callable[[], None]] = {}
         self.present = 0
 
     def begin(self) -> None:
@@ -146,7 +147,7 @@ class Sharder:
             handle.wait()
 
     def drain(self, action: Action) -> None:
-        """The step has failed here: the collective of this action is due all the same."""
+        """Run the collective of this action although the step has failed here: others wait in it."""
         if action.op is not Op.REDUCE_GRAD:
             self.act(action)
         elif action.stage not in self._done:
@@ -159,7 +160,7 @@ class Sharder:
         for place, each in enumerate(self._trained()):
             if id(each) not in mine:
                 continue
-            if not hasattr(each, "_unsharded_param"):  # which is there once the stage has been gathered
+            if not hasattr(each, "_unsharded_param"):  # The attribute exists once the stage has been gathered.
                 raise RunError("gradients are reduced before the stage was ever whole")
             if each.unsharded_accumulated_grad is not None or each._unsharded_param.grad is not None:
                 self.present |= 1 << place
@@ -172,27 +173,27 @@ class Sharder:
             group._training_state = type(group._training_state).IDLE
 
     def before(self, stage: int) -> None:
-        """The stage is about to compute: wait until its parameters are complete, if that is under way."""
+        """Wait until the parameters of a stage that is about to compute are complete, if that is under way."""
         wait = self._gathering.pop(stage, None)
         if wait is not None:
             wait()
 
     def after(self, stage: int) -> None:
-        """After a backward: low-precision gradients are added up in the precision that they are reduced in."""
+        """Add up low-precision gradients after a backward, in the precision that they are reduced in."""
         if self._fills:
             add_up(self._groups[stage])
 
     def reset(self) -> None:
-        """After a failed step: sharded, and without gradients."""
+        """Leave everything sharded and without gradients after a failed step."""
         for stage, module in self._modules.items():
             self._gathering.pop(stage, None)
             forget_gradients(self._groups[stage])
-            with suppress(RuntimeError):  # where the group is lost, there is nothing to wait for
+            with suppress(RuntimeError):  # A lost group has nothing to wait for.
                 module.reset_iter_state()
 
 
 def add_up(groups: Iterable[Any]) -> None:
-    """After a backward: low-precision gradients are added up in the precision that they are reduced in."""
+    """Add up low-precision gradients after a backward, in the precision that they are reduced in."""
     for each in (each for group in groups for each in group.fsdp_params):
         if hasattr(each, "_unsharded_param"):
             each.accumulate_unsharded_grad_if_needed()
@@ -208,7 +209,7 @@ def forget_gradients(groups: Iterable[Any]) -> None:
 
 
 def _casting(policy: MixedPrecisionPolicy, run: Run) -> Run:
-    """A stage's forward with what FSDP's hooks do about dtypes at its boundary."""
+    """Wrap a stage's forward with what FSDP's hooks do about dtypes at its boundary."""
 
     def cast(arrived: Any, args: Any, kwargs: Any) -> dict[int, Any]:
         inputs = policy.param_dtype if policy.cast_forward_inputs else None

@@ -65,6 +65,8 @@ class WrappedStages(UserParallel):
     `pipeline`: the processes that have the stages of this pipeline.
     """
 
+    is_alone = False
+
     def __init__(self, modules: Mapping[int, nn.Module], pipeline: Collection[int]) -> None:
         self._wrappers: dict[int, list[_Sharded | _Ddp]] = {}
         for stage, module in modules.items():
@@ -83,7 +85,6 @@ class WrappedStages(UserParallel):
 
     @contextmanager
     def step(self, program: Schedule, training: bool) -> Iterator[Self]:
-        self._count = program.microbatches
         wrappers = [each for stage in self._wrappers.values() for each in stage]
         for each in wrappers:
             each.begin(training)
@@ -109,12 +110,12 @@ class WrappedStages(UserParallel):
     # -- around a computation: see `ParallelHooks`
 
     def before(self, stage: int) -> None:
-        """The stage is about to compute: its parameters must be complete."""
+        """Complete the parameters of a stage that is about to compute."""
         for each in self._wrappers.get(stage, ()):
             each.complete()
 
     def after(self, stage: int) -> None:
-        """The stage has new gradients."""
+        """Note that the stage has new gradients."""
         for each in self._wrappers.get(stage, ()):
             each.add_up()
 
@@ -132,7 +133,7 @@ class _Sharded:
         self._gathering: list[Any] = []
 
     def ranks(self) -> Iterator[int]:
-        """The processes that have copies, or parts."""
+        """Yield the processes that have copies, or parts."""
         for group in self._groups:
             yield from group.mesh_info.mesh.mesh.flatten().tolist()
 
@@ -181,7 +182,7 @@ class _Sharded:
         self._gathering = []
         if self._before is not None:
             forget_gradients(self._groups)
-        with suppress(RuntimeError):  # where a group is lost, there is nothing to wait for
+        with suppress(RuntimeError):  # A lost group has nothing to wait for.
             self._root.reset_iter_state()
 
     def end(self) -> None:
@@ -244,13 +245,13 @@ class _Ddp:
             self._module.require_backward_grad_sync, self._syncs = self._syncs, None
 
     def unshard(self) -> None:
-        """Its parameters are complete on every replica."""
+        """Make its parameters complete on every replica."""
 
     reshard = complete = add_up = forget = unshard
 
 
 def _sharded(module: nn.Module) -> Iterator[_Sharded]:
-    """The outermost ones of the modules that are sharded, the module itself if it is one."""
+    """Yield the outermost ones of the modules that are sharded, the module itself if it is one."""
     if isinstance(module, FSDPModule):
         yield _Sharded(module)
         return

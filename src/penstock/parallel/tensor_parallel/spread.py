@@ -19,15 +19,15 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, RunError, UsageError
+from penstock.model.names import dotted_name
 from penstock.model.part import StagePart
-from penstock.model.use_names import dotted_name
 from penstock.parallel.tensor_parallel.tensor_plan import TensorPlan
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.loss.module import LOSS, StageAndLoss
 
 
 def module_names(part: StagePart) -> dict[str, str]:
-    """The names that a stage's modules have in the whole model, by their names in the stage."""
+    """Return the names that a stage's modules have in the whole model, by their names in the stage."""
     found: dict[str, str] = {}
     for local, whole in part.names.items():
         near, far = local.split("."), whole.split(".")
@@ -65,7 +65,7 @@ def spread(parts: Sequence[StagePart], local: Mapping[int, StagePart], plan: Ten
 
 
 def _shared(local: Mapping[int, StagePart]) -> list[list[tuple[nn.Module, str, str]]]:
-    """Parameters that stand in several places of this rank's stages."""
+    """Find parameters that stand in several places of this rank's stages."""
     places: dict[int, list[tuple[nn.Module, str, str]]] = {}
     for part in local.values():
         for prefix, module in part.module.named_modules(remove_duplicate=False):
@@ -122,13 +122,13 @@ class SpreadValues:
         self._gathers = gathers
 
     def pack(self, value: Any) -> Any:
-        """Parts in the place of DTensors."""
+        """Put parts in the place of DTensors."""
         if type(value) is Tensor:
             return value
         return pytree.tree_map_only(SPREAD, _packed, value)
 
     def unpack(self, value: Any) -> Any:
-        """DTensors of this rank's mesh in the place of parts."""
+        """Put DTensors of this rank's mesh in the place of parts."""
         if type(value) is Tensor:
             return value
         return pytree.tree_map(self._unpacked, value, is_leaf=lambda each: isinstance(each, SpreadPart))
@@ -144,7 +144,7 @@ class SpreadValues:
         return found.requires_grad_() if wants else found
 
     def full(self, value: Any) -> Any:
-        """What a user gets to see: complete tensors, on every rank of the axis."""
+        """Return what a user gets to see: complete tensors, on every rank of the axis."""
         if self._gathers:
             value = pytree.tree_map_only(DTensor, DTensor.full_tensor, value)
         return pytree.tree_map_only(AsyncCollectiveTensor, AsyncCollectiveTensor.trigger_wait, value)
@@ -154,7 +154,7 @@ MeshKey = tuple[tuple[str, ...], tuple[tuple[Any, Any], ...]]  # names of the ax
 
 
 def mesh_key(mesh: Any) -> MeshKey:
-    """What a mesh is known by on every rank: its axes, and how they lie in the world; not which processes these are."""
+    """Return what a mesh is known by on every rank: its axes, and how they lie in the world; not its processes."""
     return tuple(mesh.mesh_dim_names or ()), tuple((axis.shape, axis.stride) for axis in mesh._layout)
 
 
@@ -181,7 +181,7 @@ class KnownMeshes:
 
 
 def is_spread(module: nn.Module) -> bool:
-    """Whether the user has spread a stage, by `parallelize_module` say."""
+    """Return whether the user has spread a stage, by `parallelize_module` say."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
@@ -214,7 +214,7 @@ def _placement(text: Sequence[Any]) -> Placement:
 
 
 def plain_parameters(stages: Mapping[int, Stage]) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that every rank of the axis holds whole, outside of DTensor's care."""
+    """Yield the parameters that every rank of the axis holds whole, outside of DTensor's care."""
     for stage in stages.values():
         named = [(stage.part.names.get(name, name), parameter) for name, parameter in stage.module.named_parameters()]
         if isinstance(stage.holds, StageAndLoss):

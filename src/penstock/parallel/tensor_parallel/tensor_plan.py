@@ -39,7 +39,7 @@ class TensorPlan:
     loss_parallel: bool = False
 
     def resolve(self, names: Iterable[str]) -> dict[str, Any]:
-        """The style of each module that is named; the last pattern that matches decides.
+        """Find the style of each module that is named; the last pattern that matches decides.
 
         Args:
             names: The names of the model's modules.
@@ -87,7 +87,7 @@ READY = {"gpt": GPT_PLAN, "llama": LLAMA_PLAN}
 
 
 def plan_of(given: Any) -> TensorPlan | None:
-    """What `tensor_plan=` says: a plan, the name of a ready one, or a dict of patterns."""
+    """Resolve `tensor_plan=`: a plan, the name of a ready one, or a dict of patterns."""
     if given is None or isinstance(given, TensorPlan):
         return given
     if isinstance(given, str) and given in READY:

@@ -70,7 +70,8 @@ class WholeModel:
                 there[name] = None
                 sources.setdefault(first.get(name, name), source)
                 self._sizes[first.get(name, name)] = size
-        order = dict.fromkeys((*state.deployment.staged.order, *there))
+        held = [name for holding in state.deployment.staged.holdings() for name in holding.names.values()]
+        order = dict.fromkeys((*state.deployment.staged.order, *held, *there))  # ranks may hold stages out of order
         self._names = [name for name in order if name in there]  # with every name of what has several
         self.sources = {name: sources[name] for name in dict.fromkeys(first.get(name, name) for name in self._names)}
 

@@ -18,7 +18,7 @@ from penstock.model.original.placeholders import Home, home_of, let_go, mark_kep
 from penstock.model.staged_model import Holding, StagedModel
 from penstock.pipeline.model_state.carry import carry
 from penstock.pipeline.model_state.full_tensors import targets_of
-from penstock.runtime.state.memory import copy_like
+from penstock.runtime.state.memory_layout import copy_like
 from penstock.schedule import Placement
 
 if TYPE_CHECKING:

@@ -93,12 +93,15 @@ class DeferredWeights:
 
     products: list[DeferredProduct] = field(default_factory=list)  # both filled by `DeferringMode`, in the forward
     subgraphs: list[DeferredSubgraph] = field(default_factory=list)
-    _arrived: list[tuple[DeferredProduct, Tensor, int]] = field(default_factory=list)  # with each gradient's version
+    # Each with the version of its gradient.
+    _arrived: list[tuple[DeferredProduct, Tensor, int]] = field(default_factory=list)
     _arrived_at_subgraphs: list[tuple[DeferredSubgraph, Tensor, int]] = field(default_factory=list)
     _status: str = "recorded"
 
     def detach_output(self, parameters: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        """The output of an operation of which only parameters want a gradient; all of its backward waits for `W`."""
+        """Return the output of an operation of which only parameters want a gradient; all of its backward waits for
+        `W`.
+        """
         subgraph = DeferredSubgraph(self, parameters, get_gradient_edge(output))
         self.subgraphs.append(subgraph)
         joined: Tensor = _DetachedOutput.apply(ANCHOR, (output.detach(),), subgraph)  # type: ignore[no-untyped-call]
@@ -124,7 +127,7 @@ class DeferredWeights:
             self._arrived.append((product, gradient, gradient._version))
 
     def arrived_at_subgraph(self, subgraph: DeferredSubgraph, gradient: Tensor) -> None:
-        """The same, of an operation that waits as a whole."""
+        """Note the same of an operation that waits as a whole."""
         if self._status != "in I":
             raise self._outside()
         self._arrived_at_subgraphs.append((subgraph, gradient, gradient._version))
@@ -140,7 +143,7 @@ class DeferredWeights:
         return len(self._arrived) + len(self._arrived_at_subgraphs)
 
     def run(self) -> None:
-        """W: compute what waits and accumulate it, in the order in which autograd would have; keep nothing."""
+        """Run W: compute what waits and accumulate it, in the order in which autograd would have; keep nothing."""
         if self._status != "in I":
             raise RunError(f"W runs once and after I; this microbatch is {self._status}")
         self._status = "done"
@@ -176,7 +179,7 @@ class DeferredWeights:
 
 
 def _weight_gradients(product: DeferredProduct, gradient: Tensor) -> Gradients:
-    """Of the weight and the bias, from the input that was kept and the gradient that arrived."""
+    """Compute the gradients of the weight and the bias, from the input that was kept and the gradient that arrived."""
     x = product.x
     assert x is not None, "a product is evaluated once"
     if x._version != product.version:
@@ -208,7 +211,7 @@ class _Sums:
         self.bytes += gradient.nbytes
 
     def join(self, subgraph: DeferredSubgraph, gradient: Tensor) -> None:
-        """What waits as a whole is autograd's own to compute."""
+        """Leave what waits as a whole to autograd."""
         assert subgraph.edge is not None, "a subgraph is joined once"
         self._roots.append(subgraph.edge)
         self._gradients.append(gradient)

@@ -41,7 +41,8 @@ class DeferrableParameters:
     """Which parameters of a stage can wait for `W`: those that no operation uses but those that wait. One per stage."""
 
     def __init__(self) -> None:
-        self.deferrable: dict[int, tuple[weakref.ref[Tensor], bool]] = {}  # by id: whether every use of it can wait
+        # By id of a parameter: whether every use of it can wait.
+        self.deferrable: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
         self.has_none = False  # a forward was seen in which nothing could wait
         self.differentiates = False  # the stage's forward takes gradients itself: nothing of it is deferred
 
@@ -51,7 +52,7 @@ class DeferrableParameters:
         return self.has_none or bool(self.deferrable)
 
     def remember(self, parameter: Tensor, every_use_waits: bool) -> None:
-        """For as long as the parameter lives."""
+        """Remember this for as long as the parameter lives."""
         key = id(parameter)
         self.deferrable[key] = (weakref.ref(parameter, partial(_forget, weakref.ref(self), key)), every_use_waits)
 
@@ -70,7 +71,8 @@ class DeferringMode(TorchFunctionMode):
         self.parameters = parameters
         self.candidates: dict[int, Tensor] = {}  # parameters of which it is not known yet whether they can wait
         self.casts: dict[tuple[int, torch.dtype], Tensor] = {}  # parameters as autocast gives them, cast once
-        self._uses: Counter[int] = Counter()  # of the candidates, that could wait
+        # How often each candidate was used in a way that could wait.
+        self._uses: Counter[int] = Counter()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         # The compiler inlines a mode into what it compiles; there, this one shall be nothing at all.
@@ -86,7 +88,7 @@ class DeferringMode(TorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _product(self, product: Product, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-        """The output of a product whose weight gradient waits; None where it is to run as it is."""
+        """Return the output of a product whose weight gradient waits; None where it is to run as it is."""
         operands = product.read(args, kwargs)
         if operands is None or not self.may_split(operands.x):
             return None
@@ -115,7 +117,7 @@ class DeferringMode(TorchFunctionMode):
 
     @staticmethod
     def may_split(x: Any) -> bool:
-        """Whether an operation on this input may be taken apart here at all.
+        """Return whether an operation on this input may be taken apart here at all.
 
         In a checkpoint or an offload, what is saved is not ours to keep. What is detached has no tangent.
         """
@@ -124,7 +126,7 @@ class DeferringMode(TorchFunctionMode):
         return _saved_tensors_hooks(False) is None and _functorch_level() is None
 
     def can_wait(self, parameter: Tensor) -> bool:
-        """Whether a parameter can wait: it is trained, and known to be used by nothing but what waits.
+        """Return whether a parameter can wait: it is trained, and known to be used by nothing but what waits.
 
         A use of one that is not known yet is noted, if it is of a kind that could.
         """
@@ -135,7 +137,7 @@ class DeferringMode(TorchFunctionMode):
         return False
 
     def _note(self, parameter: Any) -> None:
-        """A use of a parameter not known yet, that could wait if all its uses can."""
+        """Note a use of a parameter not known yet, that could wait if all its uses can."""
         if (
             type(parameter) in PLAIN
             and parameter.requires_grad
@@ -154,7 +156,7 @@ class DeferringMode(TorchFunctionMode):
         return found
 
     def learn(self, outputs: Sequence[Tensor]) -> None:
-        """After a stage's first forward: which parameters can wait, as a walk over the graph shows."""
+        """Learn, after a stage's first forward, which parameters can wait, as a walk over the graph shows."""
         in_graph = uses_in_graph(outputs)
         for key, parameter in self.candidates.items():
             if in_graph[key]:
@@ -166,7 +168,7 @@ class DeferringMode(TorchFunctionMode):
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """As autocast casts an operand: floating point, but never double."""
+    """Cast an operand as autocast does: floating point, but never double."""
     return x if x.dtype in (dtype, torch.float64) or not x.is_floating_point() else x.to(dtype)
 
 
@@ -180,7 +182,7 @@ def _embedding(mode: DeferringMode, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _attention(mode: DeferringMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`nn.MultiheadAttention` hands itself to the mode as one function; its products are inside.
+    """Run `nn.MultiheadAttention`, which hands itself to the mode as one function; its products are inside.
 
     The function asks first whether a mode wants it and would be handed back for ever; so the same code runs with that
     question answered by no, with the mode on for what it calls.
@@ -195,7 +197,7 @@ def _attention(mode: DeferringMode, func: Any, args: tuple[Any, ...], kwargs: di
 
 
 def _inner_gradient(mode: DeferringMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """A forward that differentiates needs the parameters in its graph: such a stage is not taken apart."""
+    """Refuse to take a stage apart that differentiates in its forward: it needs the parameters in its graph."""
     count = len(mode.deferred.products) + len(mode.deferred.subgraphs)
     if count:
         raise ModelError(

@@ -13,7 +13,7 @@ _LEAF: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def uses_in_graph(outputs: Sequence[Tensor]) -> Counter[int]:
-    """How often each leaf is used in the graph behind `outputs`, by the leaf's id."""
+    """Count how often each leaf is used in the graph behind `outputs`, by the leaf's id."""
     uses = Counter(id(output) for output in outputs if output.grad_fn is None)
     nodes: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(nodes)
@@ -30,7 +30,7 @@ def uses_in_graph(outputs: Sequence[Tensor]) -> Counter[int]:
 
 
 def leaves_in_graph(nodes: Iterable[Any], known: Iterable[Tensor] = ()) -> Iterator[Tensor]:
-    """All leaves in the graph behind some nodes, but for what is behind tensors that are known."""
+    """Yield all leaves in the graph behind some nodes, but for what is behind tensors that are known."""
     waiting = list(nodes)
     seen = {*waiting, *(tensor.grad_fn for tensor in known)}
     while waiting:

@@ -21,9 +21,10 @@ from torch import Tensor
 
 PLAIN = (Tensor, torch.nn.Parameter)  # what may be taken apart: a subclass of Tensor may want to see each operation
 
-Gradients: TypeAlias = tuple[Tensor, Tensor | None]  # of the weight, and of the bias if that is deferred
+# Gradients of the weight, and of the bias if that is deferred.
+Gradients: TypeAlias = tuple[Tensor, Tensor | None]
 Formula: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None, Any], Gradients]
-# of the input, the gradient that arrived, the weight, the bias if it is deferred, and options
+# Takes the input, the gradient that arrived, the weight, the bias if it is deferred, and options.
 
 
 class _Operands(NamedTuple):
@@ -45,7 +46,7 @@ class Product(NamedTuple):
 
 
 def _arguments(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
-    """The call's arguments by position, missing ones None; None where the call has others than those named."""
+    """Return the call's arguments by position, missing ones None; None where the call has others than those named."""
     found = [*args, *[None] * (len(names) - len(args))]
     for name, value in kwargs.items():
         if name not in names:
@@ -172,9 +173,10 @@ def _each(value: Any, count: int, default: int) -> list[int]:
 
 def _convolution_gradients(x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, options: Any) -> Gradients:
     weight = weight.detach()
-    if x.dim() < weight.dim():  # without a batch dimension
+    if x.dim() < weight.dim():  # It has no batch dimension.
         x, gradient = x.unsqueeze(0), gradient.unsqueeze(0)
-    if weight.dtype != x.dtype:  # under autocast; only its shape and layout matter here
+    # This happens under autocast; only its shape and layout matter here.
+    if weight.dtype != x.dtype:
         weight = weight.to(x.dtype)
     stride, padding, dilation, groups = options
     _, of_weight, of_bias = torch.ops.aten.convolution_backward(

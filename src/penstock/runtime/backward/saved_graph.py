@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock.errors import RunError
 from penstock.model.part import OUTPUT
 from penstock.runtime.backward.deferred_weights import DeferredWeights
-from penstock.runtime.state.memory import LINE, copy_like, is_dense, storage_of, with_copies
+from penstock.runtime.state.memory_layout import LINE, copy_like, is_dense, storage_of, with_copies
 from penstock.runtime.state.ownership import ONE_HOLDER, holders, use_count
 
 _ENGINE = torch.autograd.Variable._execution_engine
@@ -33,7 +33,8 @@ _WRITTEN_IN_PYTHON: Any = torch._C._FunctionBase  # nodes of autograd.Function: 
 class GatheredForward(NamedTuple):
     """A forward on all microbatches at once: what its backward needs to tell them apart."""
 
-    wants: dict[int, list[list[bool]]]  # by producer and microbatch: which tensors want a gradient
+    # By producer and microbatch: which tensors want a gradient.
+    wants: dict[int, list[list[bool]]]
     loss: Tensor | None
 
 
@@ -55,16 +56,17 @@ class SavedGraph:
 
     def __init__(self, microbatch: int, arrived: Mapping[int, Any]) -> None:
         self.microbatch = microbatch
-        # by producing stage: the arrived tensors that want a gradient
+        # Arrived tensors that want a gradient, by producing stage.
         self.leaves = leaves = {stage: tensors_with_gradient(payload) for stage, payload in arrived.items()}
-        self._unaligned: dict[int, Tensor] = {}  # by id of the leaf: gradients whose strides autograd would change
+        # By id of the leaf: gradients whose strides autograd would change.
+        self._unaligned: dict[int, Tensor] = {}
         self._hooks = [_hook_leaf(leaf, self._unaligned) for group in leaves.values() for leaf in group]
-        self.roots: dict[int, list[GradientEdge]] = {}  # by consuming stage
+        self.roots: dict[int, list[GradientEdge]] = {}  # Indexed by consuming stage.
         self.loss: GradientEdge | None = None
         self.extra: list[GradientEdge] = []
         self.deferred: DeferredWeights | None = None
         self.recompute: Callable[[], None] | None = None  # recompute: runs the forward that was thrown away
-        self.gathered: GatheredForward | None = None  # where it is of all microbatches in one
+        self.gathered: GatheredForward | None = None  # Set where it is of all microbatches in one.
 
     def end_forward(
         self, emitted: Mapping[int, Any], loss: Tensor | None, extra: Sequence[tuple[str, Tensor]], attached: bool
@@ -85,7 +87,7 @@ class SavedGraph:
         extra_seed: Tensor | None,
         run: RunBackward,
     ) -> dict[int, list[Tensor | None]]:
-        """Gradients by consumer in, gradients by producer out (None where there is none)."""
+        """Take gradients by consumer, return gradients by producer (None where there is none)."""
         roots, entering = self._root_gradients(gradients, loss_seed, extra_seed)
         self._unaligned.clear()  # the forward may have taken gradients itself
         for hooks in self._hooks:
@@ -103,7 +105,7 @@ class SavedGraph:
         loss_seed: Tensor | None,
         extra_seed: Tensor | None,
     ) -> tuple[list[GradientEdge], list[Tensor]]:
-        """The graph's roots and the gradient that enters at each; without one a root takes no part."""
+        """Return the graph's roots and the gradient that enters at each; without one a root takes no part."""
         roots: list[GradientEdge] = []
         entering: list[Tensor] = []
         # a value with several readers gets their gradients in the order of a plain loop: the last reader's first
@@ -129,7 +131,7 @@ class SavedGraph:
         return roots, entering
 
     def _take_gradients(self) -> dict[int, list[Tensor | None]]:
-        """What goes back to each producing stage, by its leaves; None where there is none."""
+        """Return what goes back to each producing stage, by its leaves; None where there is none."""
         unaligned, back = self._unaligned, dict[int, list[Tensor | None]]()
         for stage, leaves in self.leaves.items():
             back[stage] = [unaligned.pop(id(leaf), leaf.grad) if unaligned else leaf.grad for leaf in leaves]
@@ -138,7 +140,8 @@ class SavedGraph:
         return back
 
 
-RunBackward = Callable[[SavedGraph, list[GradientEdge], list[Tensor]], None]  # of what was recorded, roots and seeds
+# Takes what was recorded, roots and seeds.
+RunBackward = Callable[[SavedGraph, list[GradientEdge], list[Tensor]], None]
 
 _OUR_HOOK = -1  # among the hooks of a tensor, which are numbered from 0 on
 
@@ -158,7 +161,7 @@ class _KeepGradient:
 
 
 def _hook_leaf(leaf: Tensor, unaligned: dict[int, Tensor]) -> OrderedDict[int, _KeepGradient]:
-    """As `register_hook` does, which takes three times as long."""
+    """Hook a leaf as `register_hook` does, which takes three times as long."""
     hooks = OrderedDict(
         {
             _OUR_HOOK: _KeepGradient(
@@ -171,7 +174,7 @@ def _hook_leaf(leaf: Tensor, unaligned: dict[int, Tensor]) -> OrderedDict[int, _
 
 
 def tensors_with_gradient(value: Any) -> list[Tensor]:
-    """The tensors of a payload that want a gradient, in the order both ends agree on."""
+    """Return the tensors of a payload that want a gradient, in the order both ends agree on."""
     if type(value) is Tensor:
         return [value] if value.requires_grad else []
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -180,14 +183,16 @@ def tensors_with_gradient(value: Any) -> list[Tensor]:
 def ends_of_graph(
     emitted: Mapping[int, Any], loss: Tensor | None, extra: Sequence[tuple[str, Tensor]], attached: bool
 ) -> list[Tensor]:
-    """The tensors whose edges `SavedGraph.end_forward` keeps."""
+    """Return the tensors whose edges `SavedGraph.end_forward` keeps."""
     leaving = [payload for target, payload in emitted.items() if target != OUTPUT or attached]
     losses = [] if loss is None else [loss]
     return [*chain(*map(tensors_with_gradient, leaving)), *losses, *(value for _, value in extra)]
 
 
 def _edge_of(tensor: Tensor) -> GradientEdge:
-    """`get_gradient_edge` without its questions where the answer is plain: an ordinary node of autograd's own."""
+    """Do what `get_gradient_edge` does, without its questions where the answer is plain: an ordinary node of autograd's
+    own.
+    """
     node = tensor.grad_fn
     if node is None or isinstance(node, _WRITTEN_IN_PYTHON):
         return get_gradient_edge(tensor)
@@ -211,38 +216,40 @@ class FreshGradients:
         self._waiting: list[nn.Parameter] = []
 
     def begin_step(self) -> None:
-        """Parameters may have been replaced or frozen since the last step."""
+        """Begin a step: parameters may have been replaced or frozen since the last one."""
         self._trained = None
 
     def before(self) -> None:
-        """Ahead of a backward. Each time, because hooks of the user's own may clear gradients within a step."""
+        """Look at gradients ahead of a backward; each time, because hooks of the user's own may clear them within a
+        step.
+        """
         if self._trained is None:
             trained = (each for each in self._module.parameters() if each.requires_grad)
             self._trained = [each for each in trained if each not in self.by_hook]
         self._waiting = [each for each in self._trained if each.grad is None]
 
     def after(self) -> None:
-        """Behind it: copy what the parameters have adopted from others."""
+        """Copy, behind a backward, what the parameters have adopted from others."""
         for parameter in self._waiting:
             gradient = parameter.grad
             if gradient is not None and _has_others(gradient):
                 parameter.grad = copy_like(gradient)
 
     def run(self, weights: Callable[[], None]) -> None:
-        """W: accumulate the weight gradients that were put off."""
+        """Run W: accumulate the weight gradients that were put off."""
         self.before()
         weights()
         self.after()
 
     def run_backward(self, graph: SavedGraph, roots: list[GradientEdge], seeds: list[Tensor]) -> None:
-        """`torch.autograd.backward`, without its questions about tensors that are edges here."""
+        """Do what `torch.autograd.backward` does, without its questions about tensors that are edges here."""
         self.before()
         _ENGINE.run_backward(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
         self.after()
 
 
 def own_by_hook(fresh: Sequence[FreshGradients]) -> list[RemovableHandle]:
-    """The same, for stages on several threads, of the parameters that they share.
+    """Do the same for stages on several threads, of the parameters that they share.
 
     Between a look at a gradient and its copy another thread could add to it, so these are copied on their way in.
     """
@@ -259,7 +266,7 @@ def _own(gradient: Tensor) -> Tensor | None:
 
 
 def _is_ordinary(gradient: Tensor) -> bool:
-    """Whether a gradient is an ordinary tensor with strides; it is never a parameter."""
+    """Return whether a gradient is an ordinary tensor with strides; it is never a parameter."""
     return type(gradient) is Tensor and gradient.layout is torch.strided
 
 
@@ -268,12 +275,12 @@ def _has_others(gradient: Tensor) -> bool:
 
 
 def _is_a_part(tensor: Tensor) -> bool:
-    """Whether the storage holds more than this tensor."""
+    """Return whether the storage holds more than this tensor."""
     return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
 def _references_of_listed() -> int:
-    """How many references Python counts where `_fit_gradients` looks at a gradient that nothing else refers to."""
+    """Return how many references Python counts in `_fit_gradients` for a gradient that nothing else refers to."""
     gradients = [torch.empty(0, device="cpu")]
     for gradient in gradients:
         return sys.getrefcount(gradient)

@@ -14,7 +14,7 @@ from penstock.runtime.batch.fingerprint import BatchFingerprint, Detail, Key, al
 from penstock.runtime.transport.failure.blame import name_ranks
 
 Readers = Callable[[Key], Collection[int]]  # the ranks whose stages read an argument
-NUMBERS = 3  # of a tensor, in an error
+NUMBERS = 3  # Numbers of a tensor that an error shows.
 
 REMEDY = (
     "so inputs would be trained against other rows' labels; pass the same batch on every rank of a pipeline (as from "
@@ -24,10 +24,11 @@ REMEDY = (
 
 
 def unlike(fingerprints: Sequence[BatchFingerprint | None]) -> list[Key]:
-    """The arguments whose checksums differ between ranks that were given them."""
+    """Return the arguments whose checksums differ between ranks that were given them."""
     given = [each for each in fingerprints if each is not None]
     if len({whole for whole, _ in given}) > 1:
-        return []  # of ranks that have not succeeded in the same steps so far; their checksums are of different numbers
+        # These ranks have not succeeded in the same steps so far: their checksums are of different numbers.
+        return []
     first: dict[Key, int] = {}
     odd: dict[Key, None] = {}
     for _, checksums in given:
@@ -38,10 +39,11 @@ def unlike(fingerprints: Sequence[BatchFingerprint | None]) -> list[Key]:
 
 
 def different_batches(details: Sequence[Mapping[Key, list[Detail]]]) -> str:
-    """What differs by more than rounding, in words; empty where nothing does."""
+    """Describe what differs by more than rounding; empty where nothing does."""
     names = dict.fromkeys(name for each in details for name in each)
     for name in names:
-        kinds: list[tuple[list[Detail], list[int]]] = []  # that differ from each other, and which ranks have them
+        # Values that differ from each other, each with the ranks that have it.
+        kinds: list[tuple[list[Detail], list[int]]] = []
         for rank, each in enumerate(details):
             if name in each:
                 _sort_in(kinds, each[name], rank)
@@ -59,7 +61,7 @@ def _sort_in(kinds: list[tuple[list[Detail], list[int]]], leaves: list[Detail], 
 
 
 def _fits(one: Detail, other: Detail) -> bool:
-    """Whether both may be of the same value."""
+    """Return whether both may be of the same value."""
     same = (one.path, one.words, one.exact, len(one.numbers)) == (
         other.path,
         other.words,
@@ -70,7 +72,7 @@ def _fits(one: Detail, other: Detail) -> bool:
 
 
 def _in_words(name: Key, kinds: Sequence[tuple[list[Detail], list[int]]]) -> str:
-    """The first leaf that is not alike on all ranks, as each of them has it."""
+    """Describe the first leaf that is not alike on all ranks, as each of them has it."""
     first, second = kinds[0][0], kinds[1][0]
     place = next((n for n, pair in enumerate(zip(first, second, strict=False)) if not _fits(*pair)), None)
     if place is None:
@@ -94,7 +96,7 @@ def _listed(found: Sequence[tuple[str, Sequence[int]]]) -> str:
 
 
 def left_out(fingerprints: Sequence[BatchFingerprint | None], readers: Readers) -> str:
-    """An argument that some rank was given and a rank that reads it was not, in words; empty where there is none."""
+    """Describe an argument that some rank was given and a rank that reads it was not; empty where there is none."""
     given = [set() if each is None else set(each[1]) for each in fingerprints]
     if all(names == given[0] for names in given):
         return ""
@@ -117,14 +119,14 @@ def left_out(fingerprints: Sequence[BatchFingerprint | None], readers: Readers) 
 
 
 def _in_another_form(one: set[Key], other: set[Key]) -> bool:
-    """Whether one rank may have been given by position what another was given by name."""
+    """Return whether one rank may have been given by position what another was given by name."""
     places = [[name for name in names if isinstance(name, int)] for names in (one, other)]
     named = [[name for name in names if isinstance(name, str) and name != "target"] for names in (one, other)]
     return len(places[0]) != len(places[1]) and len(places[0] + named[0]) == len(places[1] + named[1])
 
 
 def name_of(name: Key) -> str:
-    """An argument in words."""
+    """Describe an argument."""
     if isinstance(name, int):
         return f"argument {name}"
     return repr(name) if isinstance(name, str) else f"loss_kwargs[{name[1]!r}]"

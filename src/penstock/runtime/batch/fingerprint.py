@@ -32,7 +32,8 @@ from penstock.runtime.batch.microbatch import Shared
 WHOLE = 1 << 16  # bytes of a tensor that count in every step
 SAMPLE = 256  # numbers of a larger one
 TURN, PLACE = 7919, 104729  # how far apart places are from step to step, and from part to part
-ROUNDING = 0.02  # of the largest number of a tensor; bfloat16 has steps of 0.008
+# Share of the largest number of a tensor; bfloat16 has steps of 0.008.
+ROUNDING = 0.02
 ROUNDING_OF_FLOATS = 1e-4
 SHOWN = 60  # characters of a plain value
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype)
@@ -46,7 +47,8 @@ SUMMED = {  # the dtypes that torch can sum, and in which dtype it does
 _PARTS = torch.arange(SAMPLE, device="cpu")
 
 BatchFingerprint = tuple[bool, dict["Key", int]]  # whether all numbers count, and the checksum of each argument
-Key = int | str | tuple[str, str]  # of an argument: its position, its name, or ("loss", its name among loss_kwargs)
+# The key of an argument: its position, its name, or ("loss", its name among loss_kwargs).
+Key = int | str | tuple[str, str]
 
 
 class Detail(NamedTuple):
@@ -86,7 +88,7 @@ class _TensorSample:
         return Detail(self._path, words, _checksum(self._kept, exact ^ self._whole))
 
     def _read(self) -> tuple[str, int]:
-        """In words, and the sum of whole numbers."""
+        """Return a description, and the sum of whole numbers."""
         total = 0 if self._total is None else self._total.item()
         if isinstance(total, int):
             return self._words, total & 0xFFFFFFFF
@@ -113,11 +115,12 @@ class FingerprintedBatch:
         """Wait for what devices copy."""
         while self._copied:
             copied = self._copied.pop()
-            if not copied.query():  # as it mostly is on the last stage's rank, which has read losses by then
+            # It mostly is on the last stage's rank, which has read losses by then.
+            if not copied.query():
                 copied.synchronize()
 
     def fingerprint(self) -> BatchFingerprint:
-        """What goes into the report of a step."""
+        """Return what goes into the report of a step."""
         self._arrive()
         found = {}
         for name, leaves in self._leaves.items():
@@ -131,7 +134,7 @@ class FingerprintedBatch:
         return self.whole, found
 
     def details(self, names: Iterable[Key] | None = None) -> dict[Key, list[Detail]]:
-        """What is behind the checksums of these arguments, of those that were given; by default, of all."""
+        """Return what is behind the checksums of these arguments, of those that were given; by default, of all."""
         self._arrive()
         return {
             name: [leaf if isinstance(leaf, Detail) else leaf.detail() for leaf in self._leaves[name]]
@@ -143,14 +146,15 @@ class FingerprintedBatch:
 def fingerprint_batch(
     args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, loss_kwargs: Mapping[str, Any], turn: int, whole: bool
 ) -> FingerprintedBatch:
-    """What this rank was given for a step; None counts as nothing. `turn` numbers steps, alike on all ranks."""
+    """Describe what this rank was given for a step; None counts as nothing. `turn` numbers steps on all ranks."""
     named: dict[Key, Any] = dict(enumerate(args))
     named.update(kwargs)
     named["target"] = target
     named.update({("loss", name): value for name, value in loss_kwargs.items()})
     given = {name: list(_leaves(value, "")) for name, value in named.items() if value is not None}
     every = (leaf for leaves in given.values() for _, leaf in leaves)
-    devices = {leaf.device for leaf in every if isinstance(leaf, Tensor) and on_accelerator(leaf.device)}
+    devices = {leaf.device for leaf in every if isinstance(leaf, Tensor) and not leaf.is_cpu}
+    devices = {each for each in devices if on_accelerator(each)}
     return FingerprintedBatch(
         {name: [_sample_leaf(path, leaf, turn, whole) for path, leaf in leaves] for name, leaves in given.items()},
         whole,
@@ -159,7 +163,7 @@ def fingerprint_batch(
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """All that is in a value, in an order that does not depend on how it was put together."""
+    """Yield all that is in a value, in an order that does not depend on how it was put together."""
     if isinstance(value, Tensor) or type(value) in PLAIN:
         yield path, value
     elif isinstance(value, dict):
@@ -211,7 +215,7 @@ def _plain(path: str, leaf: Any) -> Detail:
 
 
 def _spread(values: Tensor, turn: int) -> Tensor:
-    """Some numbers of a tensor: one of each of its `SAMPLE` parts, but not at the same place in all."""
+    """Return some numbers of a tensor: one of each of its `SAMPLE` parts, but not at the same place in all."""
     width = values.numel() // SAMPLE
     places = _PARTS * width + (_PARTS * PLACE + turn * TURN) % width
     return values.take(places if values.is_cpu else places.to(values.device, non_blocking=True))
@@ -228,13 +232,14 @@ def _words(dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 def alike(one: Sequence[float], other: Sequence[float], rounding: float) -> bool:
-    """Whether samples are the same, up to a share of the largest number."""
+    """Return whether samples are the same, up to a share of the largest number."""
     slack = rounding * max((abs(value) for value in one if math.isfinite(value)), default=0.0)
     return all(a == b or (a != a and b != b) or abs(a - b) <= slack for a, b in zip(one, other, strict=True))
 
 
 def sample(values: Tensor, count: int) -> list[float]:
-    """Some numbers of a tensor, evenly spread."""
+    """Return some numbers of a tensor, evenly spread."""
     values = torch.view_as_real(values) if values.is_complex() else values
-    flat = values.permute(sorted(range(values.dim()), key=values.stride, reverse=True)).reshape(-1)  # without a copy
+    # This makes no copy.
+    flat = values.permute(sorted(range(values.dim()), key=values.stride, reverse=True)).reshape(-1)
     return [float(value) for value in flat[:: max(1, flat.numel() // count)][:count].tolist()]

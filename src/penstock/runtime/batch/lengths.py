@@ -79,7 +79,7 @@ class ByTokens:
         return f"by_tokens({self.max_tokens}, lengths={lengths!r}, sequences={self.sequences})"
 
     def check_labels(self, args: Sequence[Any], names: Sequence[str], takes: Sequence[Collection[str] | None]) -> None:
-        """A sequence that nothing is called by is a slip, and would stay as wide as it is."""
+        """Refuse a sequence that nothing is called by: it is a slip, and would stay as wide as it is."""
         if any(each is None for each in takes):
             return
         known = {*range(len(args)), *names, "target", "output", *(name for each in takes for name in each or ())}
@@ -91,7 +91,7 @@ class ByTokens:
             )
 
     def plan(self, args: Sequence[Any], kwargs: Mapping[str, Any], least: int, fixed: bool) -> LengthPlan | None:
-        """The plan for a batch with at least so many microbatches, or just as many; None where no batch is given."""
+        """Plan a batch with at least so many microbatches, or just as many; None where no batch is given."""
         if not args and not kwargs:
             return None
         lengths = _read(self.lengths, args, kwargs)
@@ -147,7 +147,7 @@ def _sequences(given: Any) -> dict[Label, int]:
 
 
 def _read(label: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
-    """Each row's length, from lengths, from a mask, or from what a function makes of the batch."""
+    """Read each row's length, from lengths, from a mask, or from what a function makes of the batch."""
     if callable(label):
         said, value = "lengths=function", label(*args, **kwargs)
     elif isinstance(label, int):
@@ -182,7 +182,7 @@ def _read(label: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[in
 
 
 def _greedy(ranked: Sequence[int], cap: int) -> list[tuple[int, int]]:
-    """Ranges of rows, from the longest down, each with as many rows as the cap allows: the fewest there can be."""
+    """Choose ranges of rows, from the longest down, each with as many as the cap allows: the fewest there can be."""
     bins = []
     end = len(ranked)
     while end:
@@ -193,7 +193,7 @@ def _greedy(ranked: Sequence[int], cap: int) -> list[tuple[int, int]]:
 
 
 def _balanced(ranked: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Exactly so many ranges, the heaviest as light as can be."""
+    """Choose exactly so many ranges, the heaviest as light as can be."""
     low, high = max(ranked), len(ranked) * max(ranked)
     while low < high:
         middle = (low + high) // 2
@@ -272,7 +272,7 @@ NAME_IT = (
 
 
 def merge_by_plan(outputs: Sequence[Any], dim: Any, plan: LengthPlan, along: int | None) -> Any:
-    """Outputs of all microbatches as one, in the order of the batch's rows; padded with zeros along `along`."""
+    """Join outputs of all microbatches in the order of the batch's rows; padded with zeros along `along`."""
     if along is not None:
         outputs = [
             pytree.tree_map_only(Tensor, lambda each: _widened(each, along, max(plan.widths)), o) for o in outputs

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.rowed import cut_rowed, is_rowed, rows_of_rowed
-from penstock.runtime.state.object_tensors import hides_tensors, is_array
+from penstock.runtime.state.hidden_tensors import hides_tensors, is_array
 
 Dims = Mapping[str | int, Any]
 
@@ -58,7 +58,7 @@ class Batch:
     has_target: bool
 
     def row_counts(self) -> list[float]:
-        """What microbatches weigh in a mean over rows; where nothing says how many there are, all count alike."""
+        """Return what microbatches weigh in a mean over rows; without a number of rows all count alike."""
         return [1.0] * len(self.args) if self.rows is None else [float(rows) for rows in self.rows]
 
 
@@ -117,7 +117,7 @@ def _by_microbatch(named: Mapping[str, Sequence[Any]], count: int) -> list[dict[
 
 
 def count_for(most: int, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, dims: Dims) -> int | None:
-    """Into how many microbatches a batch of any size goes, or None where nothing says how many rows it has.
+    """Return into how many microbatches a batch of any size goes, or None where nothing says how many rows it has.
 
     A ready split says so itself; else there are `most`, or as many as there are rows.
     """
@@ -131,7 +131,7 @@ def count_for(most: int, args: Sequence[Any], kwargs: Mapping[str, Any], target:
 
 
 def plain_example(example: Any) -> Any:
-    """An example as the model takes it: what was marked for a batch without its marks."""
+    """Return an example as the model takes it: what was marked for a batch without its marks."""
 
     def plain(leaf: Any) -> Any:
         return leaf.value if isinstance(leaf, Shared) else leaf[0] if isinstance(leaf, Microbatches) and leaf else leaf
@@ -140,7 +140,7 @@ def plain_example(example: Any) -> Any:
 
 
 def check_labels(dims: Dims, passed: Collection[str | int], allowed: Collection[str | int]) -> None:
-    """A label of `dims` that nothing has is a slip, and would leave what it meant cut along dimension 0."""
+    """Refuse a label of `dims` that nothing has: it is a slip, and would leave what it meant cut along dimension 0."""
     strange = [label for label in dims if label not in allowed]
     if strange:
         raise UsageError(
@@ -156,7 +156,8 @@ class Splitter:
         self.count, self.dims, self.strict, self.attached = count, dims, strict, attached
         self.total: int | None = None
         self._said_by = ""
-        self._ready_rows: dict[str, list[int]] = {}  # of what came split already, where it has rows
+        # By microbatch, the rows of what came split already and has rows.
+        self._ready_rows: dict[str, list[int]] = {}
 
     def split(self, label: str | int, value: Any) -> list[Any]:
         if isinstance(value, Microbatches):
@@ -189,7 +190,7 @@ class Splitter:
         return self.pieces(label, value, dim)
 
     def _note(self, label: str | int, rows: int, where: str = "", shape: str = "") -> None:
-        """All that is cut has the same rows."""
+        """Note the rows of what is cut, and check that all of it has the same."""
         if self.total is None:
             self.total, self._said_by = rows, _name(label)
             if rows == 0:
@@ -208,7 +209,7 @@ class Splitter:
             )
 
     def pieces(self, label: str | int, value: Tensor, dim: int) -> Sequence[Tensor]:
-        """One piece for each microbatch."""
+        """Return one piece for each microbatch."""
         rows = value.shape[dim]
         if self.attached and value.requires_grad:
             size, larger = divmod(rows, self.count)
@@ -217,7 +218,7 @@ class Splitter:
         return value.detach().tensor_split(self.count, dim)
 
     def indices(self, rows: int) -> Sequence[Tensor]:
-        """The numbers of each microbatch's rows."""
+        """Return the numbers of each microbatch's rows."""
         return torch.arange(rows, device="cpu").tensor_split(self.count)
 
     def _cut_rowed(self, label: str | int, value: Any) -> Sequence[Any]:
@@ -242,25 +243,27 @@ class Splitter:
         return found if self.attached else _apart(found)
 
     def cut_rows(self) -> list[int] | None:
-        """How many rows of the tensors that are cut here each microbatch gets."""
+        """Return how many rows of the tensors that are cut here each microbatch gets."""
         if self.total is None:
             return None
         size, larger = divmod(self.total, self.count)
         return [size + 1] * larger + [size] * (self.count - larger)
 
     def rows_by_name(self) -> dict[str, list[int]]:
-        """The rows of all that has some, by microbatch; first of what is cut here."""
+        """Return the rows of all that has some, by microbatch; first of what is cut here."""
         cut = self.cut_rows()
         return dict(self._ready_rows) if cut is None else {self._said_by: cut, **self._ready_rows}
 
     def rows(self) -> list[int] | None:
-        """What the batch's mean goes by: what is cut here; else the target; else the first that has rows."""
+        """Return the rows by which the batch's mean goes: of what is cut here, else of the target, else of the first
+        that has any.
+        """
         known = self.rows_by_name()
         return self.cut_rows() or known.get(_name("target")) or next(iter(known.values()), None)
 
 
 def _check_target(arguments: Mapping[str, list[int]], target: list[int] | None) -> None:
-    """The target has the rows of an argument; not of each: a bias has a dimension 0 too, which is not of rows."""
+    """Check that the target has the rows of an argument; not of each: dimension 0 of a bias is not of rows."""
     if target is not None and 0 in target:
         raise ModelError(
             f"'target' has {target} rows in its microbatches: the mean loss of one without rows is not defined; give "
@@ -276,7 +279,7 @@ def _check_target(arguments: Mapping[str, list[int]], target: list[int] | None) 
 
 
 def _rows_of(item: Any, dim: Any) -> int | None:
-    """The rows of one microbatch that came ready: what all its tensors have along their batch dimension."""
+    """Return the rows of one microbatch that came ready: what all its tensors have along their batch dimension."""
     leaves = pytree.tree_leaves(item, is_leaf=is_rowed)
     try:
         dims = dims_of_leaves("", dim, item, len(leaves))
@@ -289,7 +292,7 @@ def _rows_of(item: Any, dim: Any) -> int | None:
 
 
 def _uncut(label: str | int, leaf: Any, searched: bool) -> Any:
-    """A leaf that goes whole to where it goes; `searched` for tensors that it must not hide."""
+    """Return a leaf that goes whole to where it goes; `searched` for tensors that it must not hide."""
     if isinstance(leaf, Tensor):
         return leaf
     if isinstance(leaf, Shared):
@@ -315,12 +318,12 @@ def _uncut(label: str | int, leaf: Any, searched: bool) -> Any:
 
 
 def _apart(value: Any) -> Any:
-    """Without the graph behind it."""
+    """Return a value without the graph behind it."""
     return pytree.tree_map_only(Tensor, lambda each: each.detach() if each.requires_grad else each, value)
 
 
 def dims_of_leaves(label: str | int, dim: Any, value: Any, leaves: int) -> list[int | None]:
-    """What `dims` says about one value, leaf by leaf; None: the leaf is not cut.
+    """Read what `dims` states about one value, leaf by leaf; None: the leaf is not cut.
 
     One number, or None, holds for all leaves below the place where it stands; keys are found by name.
     """

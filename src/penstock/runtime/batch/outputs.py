@@ -17,8 +17,8 @@ PAD = "pad them to one size in the model, or take them as a list with BatchOptio
 
 
 def merge(outputs: Sequence[Any], dim: Any = 0, remedy: str = PAD) -> Any:
-    """Outputs of all microbatches as one: tensors joined along `dim` (one number, or one for each leaf), scalars
-    stacked. A leaf that has no rows (None), or is no tensor, is itself where all agree, else the list of all.
+    """Join outputs of all microbatches: tensors along `dim` (one number, or one for each leaf), scalars stacked. A leaf
+    that has no rows (None), or is no tensor, is itself where all agree, else the list of all.
 
     `remedy` is what the error says to do about tensors of different sizes.
     """

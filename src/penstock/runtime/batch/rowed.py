@@ -17,7 +17,7 @@ FLEX = "torch.nn.attention.flex_attention"  # slow to import; who has a mask of 
 
 
 def is_rowed(value: Any) -> bool:
-    """Whether it is one of them."""
+    """Return whether it is one of them."""
     return isinstance(value, PackedSequence) or _is_block_mask(value)
 
 
@@ -27,7 +27,7 @@ def _is_block_mask(value: Any) -> bool:
 
 
 def rows_of_rowed(value: Any) -> int | None:
-    """How many rows it has; None for a mask that holds for any row."""
+    """Return how many rows it has; None for a mask that holds for any row."""
     if isinstance(value, PackedSequence):
         return int(value.batch_sizes[0])
     rows = int(value.kv_num_blocks.shape[0])
@@ -35,7 +35,7 @@ def rows_of_rowed(value: Any) -> int | None:
 
 
 def cut_rowed(value: Any, indices: Sequence[Tensor]) -> list[Any]:
-    """One piece for each list of rows."""
+    """Cut it into one piece for each list of rows."""
     if isinstance(value, PackedSequence):
         padded, lengths = pad_packed_sequence(value, batch_first=True)
         return [

@@ -71,7 +71,7 @@ class Computations:
             step_input.batch,
             step_input.loss_fn,
             step_input.shares,
-            step_input.check,
+            step_input.begin_check,
             step_input.training,
             step_input.scale,
             step_input.replicas,
@@ -202,7 +202,7 @@ class Computations:
 
     def sum_losses(self) -> None:
         """Compute the batch's loss, for the report, from numbers that come from the device with one copy."""
-        shares, check, order = self.step_input.shares, self.step_input.check, sorted(self.losses)
+        shares, check, order = self.step_input.shares, self.step_losses.check, sorted(self.losses)
         asked = [*self.losses.values(), *(value for _, value in self._extra)]
         if order:  # where ranks are threads, the last stage's adds to what is read of losses
             asked += [*shares.tensors, *(() if check is None else check.tensors)]

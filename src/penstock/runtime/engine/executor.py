@@ -39,9 +39,9 @@ from penstock.runtime.engine.prepared_program import Entry, PreparedProgram, pre
 from penstock.runtime.engine.recorder import DeviceClock, WallStart
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import EndedStep, StepReport, failure_of, note_steps
-from penstock.runtime.engine.stage import Stage
+from penstock.runtime.engine.stage import Stage, enter_backward
 from penstock.runtime.engine.step_input import Refused, StepInput
-from penstock.runtime.state.phase import NOW, enter_backward
+from penstock.runtime.state.phase import NOW
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.channel import ChannelEnds, Incoming, Outgoing
 from penstock.runtime.transport.failure.peer_failures import stopped_by_force
@@ -120,8 +120,10 @@ class Executor:
         if op.is_transfer:
             channel = self.mailbox.channel(action)
             if op in (Op.SEND_F, Op.SEND_B):
-                return Outgoing.send, self.mailbox.ends.sending(channel), microbatch
-            return Incoming.post, self.mailbox.ends.receiving(channel), microbatch
+                leaving: Outgoing = self.mailbox.ends.sending(channel)
+                return type(leaving).send, leaving, microbatch
+            coming: Incoming = self.mailbox.ends.receiving(channel)
+            return type(coming).post, coming, microbatch
         if op.is_pair:
             return self._run_pair, [(half, self._entry(half)) for half in action.parts()], None
         if op.is_sharding:
@@ -134,8 +136,8 @@ class Executor:
         self,
         program: Schedule,
         step_input: StepInput | Refused,
-        *,
         wall_start: WallStart | None = None,
+        *,
         together: bool = False,
     ) -> EndedStep:
         """One step of this rank, up to where the others are told what came of it.
@@ -147,9 +149,20 @@ class Executor:
         prepared, report = self._begin(program, wall_start)
         failure: PeerFailure | None = None
         own: BaseException | None = None
+        outer, holds = NOW.own, self.transport.holds_interrupts
         try:
             try:
-                self._run_open(prepared, step_input, report)
+                try:  # Ctrl-C is raised in here, and no longer where something is made of what was raised.
+                    if holds:
+                        CTRL_C.go("open")
+                    if isinstance(step_input, Refused):
+                        raise step_input.error
+                    self._run_program(prepared, step_input, report)
+                finally:
+                    if holds:
+                        CTRL_C.go("close")
+                    if NOW.own is not outer:  # Ctrl-C came as a stage was about to leave its phase.
+                        enter_backward(outer)
             except PeerFailure as error:
                 failure = copy(error)  # without the frames that it came through, which hold tensors
             except MessageError as error:
@@ -159,7 +172,7 @@ class Executor:
             except BaseException as error:  # whatever it is, the peers must hear of it; it is raised with the reports
                 lost = self.replication.explain(error)
                 own, failure = error, self._describe(error) if lost is None else lost
-            if self.transport.holds_interrupts and CTRL_C.state is CUT:
+            if holds and CTRL_C.state is CUT:
                 self.transport.abort(stopped_by_force(self.rank))
             return self._end(report, failure, own)
         finally:
@@ -178,21 +191,6 @@ class Executor:
         self.run_by_handlers.clear()
         self._position, self._failed, self._ready, self._running = 0, None, False, True
         return prepared, report
-
-    def _run_open(self, prepared: PreparedProgram, step_input: StepInput | Refused, report: StepReport) -> None:
-        """Run the program where Ctrl-C is raised: it is closed before anything is made of what was raised."""
-        outer = NOW.own
-        try:
-            if self.transport.holds_interrupts:
-                CTRL_C.go("open")
-            if isinstance(step_input, Refused):
-                raise step_input.error
-            self._run_program(prepared, step_input, report)
-        finally:
-            if self.transport.holds_interrupts:
-                CTRL_C.go("close")
-            enter_backward(outer)  # Ctrl-C may have come as a stage was about to do so.
-            del step_input  # an error that its own frame holds would keep the whole step alive
 
     def _run_program(self, prepared: PreparedProgram, step_input: StepInput, report: StepReport) -> None:
         """Everything of a step that may fail: the actions of the program one by one, and what they make together."""

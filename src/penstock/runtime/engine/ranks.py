@@ -28,7 +28,7 @@ from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.rank_threads import GeneratorTimeout, RankThreads
 from penstock.runtime.engine.recorder import WallStart
-from penstock.runtime.engine.report import EndedStep, StepReport
+from penstock.runtime.engine.report import StepReport
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.engine.step_input import Refused, StepInput
 from penstock.runtime.state.dual_levels import notice_dual_levels
@@ -106,6 +106,7 @@ class LocalRanks:
             self.executors[rank] = Executor(rank, stages, mailbox, transport)
         has_last = (each for each in self.executors.values() if any(stage.is_last for stage in each.stages.values()))
         self.last = next(has_last, None)  # the local executor that has the last stage
+        self.only = next(iter(self.executors.values())) if len(transports) == 1 else None  # where no threads are needed
         # what undoes a failed step: two, for a step of `train_steps` may be undone when the next one has run
         self.transactions = (self._make_transaction(), self._make_transaction())
         self._model = staged.model
@@ -170,7 +171,8 @@ class LocalRanks:
         try:
             for rank, generators in self._generators.items():
                 self.executors[rank].device = device = self.home(rank)
-                generators.draw_on(device)
+                if device != generators.home:
+                    generators.draw_on(device)
             every = dict.fromkeys(device for each in self._generators.values() for device in each.devices)
             with generators_of_step(every, self._takes_turns) as locks, self.precise():
                 if self._takes_turns:
@@ -191,29 +193,17 @@ class LocalRanks:
 
         `variables` are the context variables that workers see; without any, those of the caller.
         """
-        if len(self.transports) > 1:
+        if self.only is None:
             if isinstance(given, Refused):
                 raise given.error
             self._threads = self._threads or self._start_threads()
             homes = {rank: self.home(rank) for rank in self.executors}
             return self._threads.run(program, given, wall_start, variables or contextvars.copy_context(), homes)
-        ((rank, executor),) = self.executors.items()
-        run = partial(
-            executor.run,
-            program,
-            given if isinstance(given, Refused) else given[rank],
-            wall_start=wall_start,
-            together=True,
-        )
+        run = partial(self.only.run, program, given[self.only.rank], wall_start, together=True)
         try:
             return (run() if variables is None else variables.copy().run(run)).reports()
         finally:
             del run, given  # an error that its own frame holds would keep the whole step alive
-
-    def run_without_exchange(self, program: Schedule, given: Mapping[int, StepInput] | Refused) -> EndedStep:
-        """The program on the one local rank of a process, without waiting for the others at its end."""
-        ((rank, executor),) = self.executors.items()
-        return executor.run(program, given if isinstance(given, Refused) else given[rank])
 
     @contextmanager
     def precise(self) -> Iterator[list[Precision | None]]:

@@ -17,21 +17,21 @@ from torch import nn
 
 from penstock.errors import PeerFailure
 from penstock.optim.norms import norm_of
-from penstock.runtime.engine.report import EndedStep, ReplicaReport, StepReport, replica_report
+from penstock.runtime.engine.report import EndedStep, ReplicaReport, StepReport
 from penstock.schedule import Action, Schedule
 
 
 class Replication:
     """What a rank does about copies of its stages; this base does nothing: one replica, whose stages are complete."""
 
+    is_alone = True  # whether there is nothing to do around a step
     replicas = 1
     index = 0  # of this replica
     leads = True  # whether this rank's word counts for all of its copies, and for the other parts of its tensors
     replaced: Sequence[tuple[str, int, nn.Parameter]] = ()  # (name, stage) of parameters that parts stand for now
     overlaps = True  # whether a rank may begin its next step before the other ranks of its pipeline have ended this one
     sets_aside = False  # whether gradients of earlier steps are set aside in a step, and so not added to in place
-    _count = 0  # of microbatches in the step that runs
-    replica_reports: Sequence[ReplicaReport] = ()  # of the last step, of every replica
+    replica_reports: Sequence[ReplicaReport] = ()  # of the last step, of every replica, where there are several
 
     @property
     def broken(self) -> PeerFailure | None:
@@ -65,12 +65,10 @@ class Replication:
     @contextmanager
     def step(self, program: Schedule, training: bool) -> Iterator[Self]:
         """Around a step of this replica, which tells what came of it by `end`."""
-        self._count = program.microbatches
         yield self
 
     def end(self, reports: Sequence[StepReport]) -> None:
         """The ranks are done: from here on the gradients, and `replica_reports`, are those of all replicas."""
-        self.replica_reports = [replica_report(reports, self._count)]
 
     def meet(self, ended: EndedStep) -> None:
         """This rank is done with a step that the next one overlaps: its copies are done too, and its gradients are

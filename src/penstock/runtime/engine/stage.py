@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.devices import has_accelerator
 from penstock.errors import ModelError, RunError
 from penstock.model.part import OUTPUT, StagePart
 from penstock.optim.precision import Precision
@@ -24,12 +25,11 @@ from penstock.runtime.backward.deferred_weights import DeferredWeights
 from penstock.runtime.backward.deferring_mode import DeferrableParameters, DeferringMode
 from penstock.runtime.backward.saved_graph import FreshGradients, RunBackward, SavedGraph, ends_of_graph
 from penstock.runtime.loss.module import StageAndLoss
-from penstock.runtime.state.attributes import Attributes
 from penstock.runtime.state.batch_norm import Statistics, whole_norms
-from penstock.runtime.state.buffers import Buffers
 from penstock.runtime.state.ownership import GuardedPart, check_unwritten, versions
-from penstock.runtime.state.phase import NOW, Phase, enter_backward
+from penstock.runtime.state.phase import IN_TLS, NOW, Phase
 from penstock.runtime.state.randomness import StageRandomness
+from penstock.runtime.state.recomputation import RecomputedState
 from penstock.runtime.transport.handover import alias
 
 LossOf = Callable[[Any], Tensor | None]  # the output of the last stage -> its loss
@@ -94,8 +94,7 @@ class Stage:
     def hold(self, loss: nn.Module | None) -> None:
         """Take this loss beside the stage: what its forwards may read and write, and train, from here on."""
         self.holds = self.part.module if loss is None else StageAndLoss(self.part.module, loss)
-        self._buffers = Buffers(self.part.index, self.holds)
-        self._attributes = Attributes(self.part.index, self.holds)
+        self._state = RecomputedState(self.part.index, self.holds)
         self.fresh = FreshGradients(self.holds)
 
     @property
@@ -140,11 +139,11 @@ class Stage:
         self.saved[stage_input.microbatch] = graph = SavedGraph(stage_input.microbatch, stage_input.arrived)
         if stage_input.recompute:
             return self._run_for_recompute(graph, stage_input)
-        if not self._attributes.in_use or not any(other.recompute for other in self.saved.values()):
+        if not self._state.in_use or not any(other.recompute for other in self.saved.values()):
             return self._run(graph, stage_input)
-        attributes = self._attributes.before()  # what this forward changes, others that run again must not see
+        before = self._state.before()  # what this forward changes, others that run again must not see
         results = self._run(graph, stage_input)
-        self._attributes.after(attributes)
+        self._state.after(before)
         return results
 
     def _run_for_recompute(self, graph: SavedGraph, stage_input: StageInput) -> Forward:
@@ -154,23 +153,19 @@ class Stage:
         # it. The very first also shows which weights can wait for W, so that the gradients of all microbatches are
         # added in W, in their order.
         learns = stage_input.split_backward and not self._parameters.known
-        buffers, watched = (
-            self._buffers.before(),
-            versions((dict(stage_input.arrived), stage_input.args, dict(stage_input.kwargs))),
-        )
-        attributes = self._attributes.before()
+        watched = versions((dict(stage_input.arrived), stage_input.args, dict(stage_input.kwargs)))
+        before = self._state.before()
         # Hooks that the stage puts on what arrived must go with this forward: the next one puts them there again.
         first = stage_input.aliased()._replace(split_backward=learns)
         results = self._run(SavedGraph(graph.microbatch, first.arrived), first, "checkpointing")
-        self._buffers.after(buffers)
-        self._attributes.after(attributes)
+        self._state.after(before)
         precision = self.precision
 
         def again() -> None:
             self.precision = precision
             what = f"what stage {self.part.index} was given for microbatch {stage_input.microbatch}"
             check_unwritten(what, watched, "between its forward and its recomputation, by its maker or the user")
-            with self._buffers.as_they_were(buffers), self._attributes.as_they_were(attributes):
+            with self._state.as_it_was(before):
                 self._run(graph, stage_input.with_own_containers(), "recomputing")
 
         graph.recompute = again
@@ -225,10 +220,11 @@ class Stage:
 
     def _random_numbers(self, microbatch: int) -> Any:
         """Those of one forward: seeded at once, or a context to enter, where ranks share the generator."""
-        if self.randomness.seeds is None:
-            return self.randomness.forward(microbatch)
-        self.randomness.forward(self._seeds[microbatch])
-        return None
+        if self.randomness.own is not None:
+            for generator in self.randomness.own.generators:
+                generator.manual_seed(self._seeds[microbatch])
+            return None
+        return None if self.randomness.forward is None else self.randomness.forward(microbatch)
 
     def _inspect_graph(self, graph: SavedGraph, kind: str) -> None:
         """What a forward has recorded, before anything of it is dropped; for whoever wants to know."""
@@ -276,3 +272,10 @@ class Stage:
         if deferred is None:
             raise RunError(f"stage {self.part.index} has no postponed weight gradient of microbatch {microbatch}")
         self.fresh.run(deferred.run)
+
+
+def enter_backward(phase: Phase | None) -> None:
+    """Set this thread's compute, for the threads of autograd's that run its backward too."""
+    if has_accelerator():  # Otherwise a backward runs on this thread.
+        torch._C._stash_obj_in_tls(IN_TLS, phase)
+    NOW.own = phase

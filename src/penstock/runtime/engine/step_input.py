@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -31,14 +31,18 @@ class StepInput:
     batch_dims: Mapping[str | int, Any] = field(default_factory=dict)  # where the rows of the batch's tensors are
     attached: bool = False  # the output goes back to the user's graph: there is no loss here
     output_gradients: list[list[Tensor | None]] = field(default_factory=list)  # that came from there, by microbatch
-    check: StepCheck | None = None  # of the loss, in a step that needs one
+    begin_check: Callable[[], StepCheck | None] | None = None  # of the loss, where one may be needed
     replicas: int = 1  # that work on a batch each
     steps: int | None = None  # that this rank has completed
     fingerprinted: FingerprintedBatch | None = None  # where ranks compare what they were given
     readers: Readers | None = None  # which ranks need an argument, where each brings its own
 
 
-class Refused(NamedTuple):
-    """In the place of a step's input: why this rank cannot run what it was given, for all ranks to hear."""
+@dataclass(frozen=True)
+class Refused:
+    """In the place of the step's input of every local rank: why none can be run, for all ranks to hear."""
 
     error: BaseException
+
+    def __getitem__(self, rank: int) -> Refused:
+        return self

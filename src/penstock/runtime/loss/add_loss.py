@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from penstock.errors import ModelError, RunError
-from penstock.model.counted_runs import DRY, EVERYWHERE, run_kind
+from penstock.model.run_kind import DRY, EVERYWHERE, run_kind
 from penstock.runtime.state.phase import NOW
 
 

@@ -27,7 +27,7 @@ from penstock.runtime.batch.microbatch import Batch, Dims, dims_of_leaves
 from penstock.runtime.batch.rowed import is_rowed
 from penstock.runtime.loss.losses import check_loss
 from penstock.runtime.loss.module import module_of
-from penstock.runtime.loss.reading import Reading, names_below
+from penstock.runtime.loss.reading import Form, names_below
 
 if TYPE_CHECKING:
     from penstock.runtime.loss.shares import BatchShares, Weighing
@@ -108,37 +108,35 @@ class StepCheck:
         self._kinds: set[Hashable] = set()
         self._together: list[_Together] = []
 
-    def saw(self, number: int, output: Any, loss: Tensor, reading: Reading | None) -> None:
+    def saw(self, number: int, output: Any, loss: Tensor, form: Form | None) -> None:
         """Take the output and the loss of a microbatch, in its forward."""
-        batch, place = self._batch, len(self._seen)
         if number in self._seen:  # it is recomputed
             return
+        batch, place, weighing = self._batch, len(self._seen), self._checks.weighing
         self._seen.add(number)
         target, extra = batch.targets[number], batch.loss_kwargs[number]
-        if self._checks.weighing.is_elementwise(output, target, extra):
-            return
-        names = None if reading is None else (reading.names, names_below(loss, output) if place == 0 else None)
-        kind = (names, *extra)
+        kind = (form, names_below(loss, output) if place == 0 else None, *extra)
         if kind not in self._kinds:
             self._kinds.add(kind)
             if self._checks.is_new(kind):
                 self._due |= {place - 1, *range(place, len(batch.args) - 1)}
         before, self._before = self._before, None
+        if before is None and place not in self._due:
+            return
         try:
-            if place in self._due or (before is not None and place - 1 in self._due):
-                if batch.rows is None:
-                    raise CannotJoinError("nothing says how many rows they have")
-                output, target, extra = pytree.tree_map_only(Tensor, Tensor.detach, (output, target, dict(extra)))
-                mine = _Given(number, batch.rows[number], output, target, extra)
-                self._before = mine if place in self._due else None
-                if before is not None:
-                    self._compare(before, mine, loss.dtype)
+            if batch.rows is None:
+                raise CannotJoinError("nothing says how many rows they have")
+            output, target, extra = pytree.tree_map_only(Tensor, Tensor.detach, (output, target, dict(extra)))
+            mine = _Given(number, batch.rows[number], output, target, extra)
+            self._before = mine if place in self._due else None
+            if before is not None:
+                self._compare(before, mine, loss.dtype)
         except DrawsError:
-            self._checks.weighing.draws, self._due, self._before = True, set(), None
-            self._checks.weighing.cannot_tell("it draws random numbers")
+            weighing.draws, self._due, self._before = True, set(), None
+            weighing.cannot_tell("it draws random numbers")
         except CannotJoinError as error:
-            if self._training and (reading is None or not reading.is_complete):
-                self._checks.weighing.cannot_tell(str(error))
+            if self._training and (form is None or not form.is_complete):
+                weighing.cannot_tell(str(error))
 
     def _compare(self, one: _Given, two: _Given, kind: torch.dtype) -> None:
         together, swapped = self._join(one, two), self._join(two, one)

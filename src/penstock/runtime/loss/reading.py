@@ -1,13 +1,17 @@
 """What a loss is made of, read off the upper end of its graph: sums and means of terms, scaled, divided, and added up.
 
 Nobody has to state what a loss is a mean over where its graph has it: in a lambda, in a wrapper of the user's, in a
-Hugging Face model that takes `labels`. Reading takes a microsecond, and waits for no device: numbers that are there
-stay tensors, and are looked at when the step ends.
+Hugging Face model that takes `labels`. A graph is analysed once (`Form`); of later losses with the same nodes only the
+numbers are taken, which costs a microsecond or two. Reading waits for no device: numbers that are there stay tensors,
+and are looked at when the step ends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,93 +27,187 @@ PRODUCTS = frozenset({"DotBackward0", "VdotBackward0", "MvBackward0", "MmBackwar
 SAME = frozenset({
     "ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0", "PermuteBackward0",
 })  # fmt: skip
+SCALED = frozenset({"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"})
+LEADING = SAME | ADDED | SCALED | MEANS | SUMS  # what may scale a term, or stand above several
 PARAMETER = "torch::autograd::AccumulateGrad"
 MEAN, SUM = 1, 2  # torch's numbers for these reductions
-MOST = 64  # nodes of a graph that are looked at
+MOST = 64  # nodes of a graph that are looked at, and forms of a loss that are kept
 
 Number = Tensor | float
+Factors = tuple[tuple[int, int], ...]  # which numbers of a form something is multiplied with (1) or divided by (-1)
+Look = Callable[[Any], Number]  # how a number is taken from a node
 
 
 class Term(NamedTuple):
     """One reduction in a loss."""
 
-    node: Any  # of the graph, where that is torch's cross-entropy or negative log-likelihood
-    factors: tuple[tuple[Number, int], ...]  # numbers that its sum is multiplied with (1) or divided by (-1)
+    factors: Factors  # of the sum
+    likelihood: int | None = None  # which node it is, where that is torch's cross-entropy or negative log-likelihood
     of_rows: bool = True  # it sums what is of rows of the batch, and not of parameters alone
     is_weighted: bool = False  # by constants, each entry by its own, which may hold what it is divided by
 
-    @property
-    def is_mean(self) -> bool:
-        """Whether torch itself divides the likelihood; else it is a sum."""
-        return bool(self.node._saved_reduction == MEAN)
+    def value(self, numbers: Sequence[float]) -> float:
+        """Compute the factor of each entry that is summed."""
+        over = prod(numbers[by] for by, power in self.factors if power < 0)
+        return prod(numbers[by] for by, power in self.factors if power > 0) / over if over else float("nan")
 
-    def value(self, numbers: dict[int, float], plain: bool = True) -> float:
-        """Compute the factor of each entry that is summed; not `plain`: without the numbers that are no tensors."""
-        each = [(numbers[id(by)] if isinstance(by, Tensor) else by, power) for by, power in self._those(plain)]
-        over = prod(by for by, power in each if power < 0)
-        return prod(by for by, power in each if power > 0) / over if over else float("nan")
 
-    def _those(self, plain: bool) -> list[tuple[Number, int]]:
-        return [each for each in self.factors if plain or each[1] < 0 or isinstance(each[0], Tensor)]
+@dataclass(eq=False, frozen=True, slots=True)
+class Form:
+    """What all losses consist of whose graphs have the same nodes."""
+
+    terms: tuple[Term, ...]
+    looks: tuple[tuple[int, Look], ...]  # where the numbers are: the place of a node, and how to take it from there
+    weights: tuple[tuple[int, Look], ...]  # where tensors are that have a number for each entry
+    is_complete: bool  # nothing of the loss is anything else
+
+    def numbers(self, nodes: list[Any]) -> list[Number] | None:
+        """Return the numbers of a loss with these nodes; None where what is one number here has many there."""
+        found = [look(nodes[place]) for place, look in self.looks]
+        many = any(map(_is_many, found)) or not all(_is_many(look(nodes[place])) for place, look in self.weights)
+        return None if many else found
 
 
 class Reading(NamedTuple):
-    """What could be read of a loss."""
+    """The form of one loss, and its numbers; those that are still to be looked at are tensors."""
 
-    terms: tuple[Term, ...]
-    names: tuple[str, ...]  # of the nodes that were read
-    is_complete: bool  # nothing of the loss is anything else
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The numbers that are still to be looked at."""
-        return [by for term in self.terms for by, _ in term.factors if isinstance(by, Tensor)]
+    form: Form
+    numbers: list[Number]
 
 
-def read_loss(loss: Tensor, output: Any = None) -> Reading | None:
-    """Read a loss from its root down to where terms are summed; None without a graph.
+Names = tuple[str, ...]
+Forms = dict[Names, Form]  # of one loss function, by the names of the nodes in the order of the walk
+
+
+def read_loss(loss: Tensor, output: Any, forms: Forms) -> tuple[Reading, list[Any]] | None:
+    """Read a loss from its root down to where terms are summed, with the nodes of its graph; None without a graph.
 
     Without the output that it is of, only a likelihood, or a term that is the only one, is known to be of rows.
     """
     if loss.grad_fn is None:
         return None
-    terms: list[Term] = []
-    names: list[str] = []
-    below_terms: list[Any] = []
-    is_complete, ends = True, _ends(output)
-    todo: list[tuple[Any, tuple[tuple[Number, int], ...]]] = [(loss.grad_fn, ())]
-    while todo and len(names) < MOST:
-        node, factors = todo.pop()
-        name = node.name()
-        names.append(name)
-        below = [each for each, _ in node.next_functions]
-        scaled = _scaled(node, name, below)
-        if name in SAME or name in ADDED:
-            todo += [(each, factors) for each in below if each is not None]
-        elif scaled:
-            todo += [(each, (*factors, (_number(by), power))) for each, by, power in scaled]
-        else:
-            over = _entries(node, name, below)
-            is_complete &= over is not None
-            if over is not None:
-                inside, is_weighted = _inside(node, name, ends)
-                factors = (*factors, *inside, (over, -1))
-                is_weighted &= not any(isinstance(by, Tensor) for by, _ in factors)
-                terms.append(Term(node if name in NEGATIVE_LOG_LIKELIHOOD else None, factors, is_weighted=is_weighted))
-                below_terms.append(node)
-                is_complete &= not is_weighted
-    if len(terms) > 1:
-        terms = [
-            each._replace(of_rows=each.node is not None or _reaches(node, ends))
-            for each, node in zip(terms, below_terms, strict=True)
-        ]
-    return Reading(tuple(terms), tuple(names), is_complete and not todo)
+    ends = _ends(output)
+    names, nodes = _walk(loss.grad_fn, ends)
+    form = forms.get(names)
+    numbers = None if form is None else form.numbers(nodes)
+    if form is None or numbers is None:
+        analysis = _Analysis(nodes, ends)
+        form, numbers = analysis.form(nodes[0]), analysis.numbers
+        if names in forms or len(forms) < MOST:
+            forms[names] = form
+    return Reading(form, numbers), nodes
 
 
 def _ends(output: Any) -> set[Any]:
     """Return the nodes of the graph that have made an output."""
-    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    return {get_gradient_edge(leaf).node for leaf in leaves}
+    if type(output) is Tensor and output.grad_fn is not None:
+        return {output.grad_fn}
+    leaves = pytree.tree_leaves(output)
+    return {
+        leaf.grad_fn or get_gradient_edge(leaf).node
+        for leaf in leaves
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    }
+
+
+def _walk(root: Any, ends: set[Any], deep: bool = False) -> tuple[Names, list[Any]]:
+    """Return the names of the nodes of a graph down to the terms, or (`deep`) to the output; and the nodes."""
+    nodes: list[Any] = [root]
+    names: list[str] = []
+    for node in nodes:
+        name = "" if node in ends else type(node).__name__
+        names.append(name)
+        if name in LEADING or (deep and name and node is not None):
+            nodes += [each for each, _ in node.next_functions]
+        if len(names) == MOST:
+            break
+    return tuple(names), nodes
+
+
+def names_below(loss: Tensor, output: Any) -> Names:
+    """Return the names of what a loss computes from the output, in the order of a walk through its graph."""
+    return () if loss.grad_fn is None else _walk(loss.grad_fn, _ends(output), deep=True)[0]
+
+
+class _Analysis:
+    """The analysis of a graph: what is summed in a loss, and where the numbers are that scale it."""
+
+    def __init__(self, nodes: list[Any], ends: set[Any]) -> None:
+        self.places = {id(node): place for place, node in reversed([*enumerate(nodes)]) if node is not None}
+        self.ends = ends
+        self.looks: list[tuple[int, Look]] = []
+        self.weights: list[tuple[int, Look]] = []
+        self.numbers: list[Number] = []
+
+    def form(self, root: Any) -> Form:
+        """Return what losses with this graph consist of."""
+        terms: list[tuple[Any, Term]] = []
+        todo: list[tuple[Any, Factors]] = [(root, ())]
+        is_complete = True
+        while todo:
+            node, factors = todo.pop()
+            if id(node) not in self.places:
+                is_complete = False
+                continue
+            name, below = node.name(), [each for each, _ in node.next_functions]
+            scaled = _scaled(name, below)
+            if name in SAME or name in ADDED:
+                todo += [(each, factors) for each in below if each is not None]
+            elif scaled:
+                todo += [(each, (*factors, self._factor(node, look, power))) for each, look, power in scaled]
+            elif name in SUMS or name == PARAMETER or (name in PRODUCTS and prod(node._input_metadata[0].shape) == 1):
+                terms.append((node, self._term(node, name, factors)))
+            elif (entries := _entries(node, name)) is not None:
+                terms.append((node, self._term(node, name, factors, (entries, -1))))
+            else:
+                is_complete = False
+        if len(terms) > 1:
+            terms = [(n, t._replace(of_rows=t.likelihood is not None or _reaches(n, self.ends))) for n, t in terms]
+        is_complete &= not any(term.is_weighted for _, term in terms)
+        return Form(tuple(term for _, term in terms), tuple(self.looks), tuple(self.weights), is_complete)
+
+    def _factor(self, node: Any, look: Look, power: int) -> tuple[int, int]:
+        self.looks.append((self.places[id(node)], look))
+        self.numbers.append(look(node))
+        return len(self.looks) - 1, power
+
+    def _term(self, node: Any, name: str, factors: Factors, entries: tuple[Look, int] | None = None) -> Term:
+        inside, is_weighted = self._inside(node, name)
+        factors = (*factors, *inside)
+        is_weighted &= not any(isinstance(self.numbers[by], Tensor) for by, _ in factors)
+        if entries is not None:
+            factors = (*factors, self._factor(node, *entries))
+        place = self.places[id(node)] if name in NEGATIVE_LOG_LIKELIHOOD else None
+        return Term(factors, place, is_weighted=is_weighted)
+
+    def _inside(self, node: Any, name: str) -> tuple[Factors, bool]:
+        """Return what all entries of a sum or mean are scaled by, and whether each also is by a number of its own."""
+        factors: Factors = ()
+        is_weighted = name in PRODUCTS
+        following = node.next_functions[0][0] if self.ends and (name in SUMS or name in MEANS) else None
+        while following is not None and following not in self.ends and id(following) in self.places:
+            name, below = following.name(), [each for each, _ in following.next_functions]
+            scaled = _scaled(name, below)
+            if name not in SAME and len(scaled) != 1:
+                break
+            if scaled:
+                _, look, power = scaled[0]
+                if _is_many(look(following)):
+                    is_weighted = True
+                    self.weights.append((self.places[id(following)], look))
+                else:
+                    factors = (*factors, self._factor(following, look, power))
+            following = scaled[0][0] if scaled else below[0]
+        return factors, is_weighted
+
+
+def _scaled(name: str, below: list[Any]) -> list[tuple[Any, Look, int]]:
+    """Return what a product or quotient is made of: each node below, and what it is multiplied with or divided by."""
+    if name.startswith("MulBackward"):
+        return [(each, by, 1) for each, by in zip(below, (_other, _itself), strict=False) if each is not None]
+    if name.startswith("DivBackward") and below[0] is not None and not any(below[1:]):
+        return [(below[0], _other, -1)]
+    return []
 
 
 def _reaches(node: Any, ends: set[Any]) -> bool:
@@ -124,67 +222,44 @@ def _reaches(node: Any, ends: set[Any]) -> bool:
     return bool(todo and ends)
 
 
-def _scaled(node: Any, name: str, below: list[Any]) -> list[tuple[Any, Any, int]]:
-    """Return what a product or quotient is made of: each node below, and what it is multiplied with or divided by."""
-    if name.startswith("MulBackward"):
-        saved = ("_saved_other", "_saved_self")
-        return [(each, getattr(node, by), 1) for each, by in zip(below, saved, strict=False) if each is not None]
-    if name.startswith("DivBackward") and below[0] is not None and not any(below[1:]):
-        return [(below[0], node._saved_other, -1)]
-    return []
+# -- how numbers are taken from nodes
 
 
-def _inside(node: Any, name: str, ends: set[Any]) -> tuple[tuple[tuple[Number, int], ...], bool]:
-    """Return what all entries of a sum or mean are scaled by, and whether each also is by a number of its own."""
-    factors: list[tuple[Number, int]] = []
-    is_weighted = name in PRODUCTS
-    following = node.next_functions[0][0] if ends and (name in SUMS or name in MEANS) else None
-    while following is not None and following not in ends:
-        name, below = following.name(), [each for each, _ in following.next_functions]
-        scaled = _scaled(following, name, below)
-        if name in SAME:
-            following = below[0]
-        elif len(scaled) == 1:
-            following, by, power = scaled[0]
-            if isinstance(by, Tensor) and by.dim():  # of one entry too, which may be the only row
-                is_weighted = True
-            else:
-                factors.append((_number(by), power))
-        else:
-            following = None
-    return tuple(factors), is_weighted
-
-
-def _entries(node: Any, name: str, below: list[Any]) -> Number | None:
-    """Return over how many entries a node takes the mean: 1 of a sum, and None where it is none of both."""
-    if name in SUMS or name == PARAMETER or (name in PRODUCTS and prod(node._input_metadata[0].shape) == 1):
-        return 1.0
+def _entries(node: Any, name: str) -> Look | None:
+    """Return how to see over how many entries a node takes the mean; None where it takes none."""
     if name in MEANS:
-        return float(node._saved_self_sym_numel)
-    if name in NEGATIVE_LOG_LIKELIHOOD:
-        return node._saved_total_weight.detach() if node._saved_reduction == MEAN else 1.0
-    reduction = getattr(node, "_saved_reduction", None)  # another of torch's own losses
-    if reduction == MEAN:
-        edge, place = next(each for each in node.next_functions if each[0] is not None)
-        return float(prod(edge._input_metadata[place].shape))
-    return 1.0 if reduction == SUM else None
+        return attrgetter("_saved_self_sym_numel")
+    if getattr(node, "_saved_reduction", None) not in (MEAN, SUM):
+        return None
+    return _weight_of_all if name in NEGATIVE_LOG_LIKELIHOOD else _entries_of_all
 
 
-def _number(saved: Any) -> Number:
-    return saved.detach() if isinstance(saved, Tensor) else float(saved)
+def _weight_of_all(node: Any) -> Number:
+    return node._saved_total_weight.detach() if node._saved_reduction == MEAN else 1.0
 
 
-def names_below(loss: Tensor, output: Any) -> tuple[str, ...]:
-    """Return the names of what a loss computes from the output, in the order of a walk through its graph."""
-    ends = _ends(output)
-    found: list[str] = []
-    todo = [loss.grad_fn]
-    while todo and len(found) < MOST:
-        node = todo.pop()
-        if node is not None and node not in ends:
-            found.append(node.name())
-            todo += [each for each, _ in node.next_functions]
-    return tuple(found)
+def _entries_of_all(node: Any) -> Number:
+    """Return over how many entries another of torch's own losses takes the mean."""
+    edge, place = next(each for each in node.next_functions if each[0] is not None)
+    return float(prod(edge._input_metadata[place].shape)) if node._saved_reduction == MEAN else 1.0
+
+
+def _other(node: Any) -> Number:
+    return _plain(node._saved_other)
+
+
+def _itself(node: Any) -> Number:
+    return _plain(node._saved_self)
+
+
+def _is_many(by: Number) -> bool:
+    return isinstance(by, Tensor) and by.dim() > 0  # with one entry too, which may be that of the only row
+
+
+def _plain(saved: Any) -> Number:
+    if isinstance(saved, Tensor):
+        return saved.detach() if saved.requires_grad else saved
+    return float(saved)
 
 
 def fetch(tensors: list[Tensor]) -> dict[int, float]:

@@ -28,7 +28,8 @@ from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.losses import is_elementwise, torch_reduction
-from penstock.runtime.loss.reading import Reading, Term, read_loss
+from penstock.runtime.loss.reading import SUM as SUMMED
+from penstock.runtime.loss.reading import Form, Forms, Number, Reading, Term, read_loss
 from penstock.runtime.loss.weights import Counted, Entries, Measure, cross_entropy, find_entries
 
 ITEMS = "num_items_in_batch"
@@ -110,6 +111,7 @@ class Weighing:
         self._given: Measure | None = None
         self._found: dict[Hashable, Measure] = {}  # by what the batch consists of
         self._warned = False
+        self.forms: Forms = {}  # of the graphs that the loss has had
         is_known = False
         if options.reduction == "sum" or (options.reduction is None and torch_reduction(loss_fn, {}) == "sum"):
             self._given = SUM
@@ -120,12 +122,8 @@ class Weighing:
         elif (known := cross_entropy(loss_fn)) is not None:
             self._given, is_known = known, True
         self.is_checked = not options.per_microbatch and not is_known
-        self._elementwise = options == LossOptions() and is_elementwise(loss_fn)
-
-    def is_elementwise(self, output: Any, target: Any, extra: Mapping[str, Any]) -> bool:
-        """Whether this is one of torch's own losses that compares each entry with its target."""
-        tensors = self._elementwise and isinstance(output, Tensor) and isinstance(target, Tensor)
-        return tensors and output.shape == target.shape and not extra
+        # One of torch's own losses that compares each entry with its target.
+        self.is_elementwise = options == LossOptions() and is_elementwise(loss_fn)
 
     def cannot_tell(self, why: str) -> None:
         """Warn, once."""
@@ -150,7 +148,7 @@ class Weighing:
     @property
     def reads(self) -> bool:
         """Whether what losses are divided by is read off their graphs."""
-        return (self.is_checked or self.uneven is not None) and not self.draws and not self._elementwise
+        return (self.is_checked or self.uneven is not None) and not self.draws and not self.is_elementwise
 
     def measure(self, batch: Batch, replicas: int) -> Measure | None:
         """What the microbatches of this batch are measured by, if that is known before they have run."""
@@ -182,6 +180,7 @@ class Shares:
     wants_graph = False  # of a loss that is computed without one
     tensors: Sequence[Tensor] = ()  # the numbers that `check` looks at
     measure: Measure | None = None
+    is_elementwise = False  # whether the loss is one of torch's own that compares each entry with its target
 
     def __init__(self, count: int, share: float) -> None:
         self._shares = [share] * count
@@ -195,7 +194,7 @@ class Shares:
         shares = self()
         return shares if shares[number] != 0 else None
 
-    def read(self, number: int, output: Any, loss: Tensor) -> Reading | None:
+    def read(self, number: int, output: Any, loss: Tensor) -> Form | None:
         """Read the loss of a microbatch off its graph, if that is of use."""
         return None
 
@@ -210,6 +209,8 @@ class BatchShares(Shares):
     def __init__(self, weighing: Weighing, batch: Batch, replicas: OtherReplicas, training: bool) -> None:
         super().__init__(len(batch.args), 1.0)
         self._weighing, self._batch, self._replicas = weighing, batch, replicas
+        self.is_elementwise = weighing.is_elementwise
+        self._reads = weighing.reads
         self._late = weighing.when == "during" and replicas.replicas > 1
         self._settled = False
         self._empty: set[int] = set()  # microbatches that weigh nothing, while nothing is known of others
@@ -264,34 +265,36 @@ class BatchShares(Shares):
 
     @property
     def tensors(self) -> list[Tensor]:  # type: ignore[override]
-        return [each for reading in self._readings.values() for each in reading.tensors]
+        return [by for reading in self._readings.values() for by in reading.numbers if isinstance(by, Tensor)]
 
-    def read(self, number: int, output: Any, loss: Tensor) -> Reading | None:
-        if not self._weighing.reads and self.measure is not None:
+    def read(self, number: int, output: Any, loss: Tensor) -> Form | None:
+        if not self._reads and self.measure is not None:
             return None
-        reading = read_loss(loss, None if self._weighing.loss_fn is None else output)
+        weighing = self._weighing
+        found = read_loss(loss, None if weighing.loss_fn is None else output, weighing.forms)
         if self.measure is None:
-            terms = () if reading is None else reading.terms
-            self._learn(number, next((term for term in terms if term.node is not None), None))
-        if reading is not None:
-            if any(term.node is not None for term in reading.terms):  # which would hold the graph
-                reading = reading._replace(terms=tuple(term._replace(node=None) for term in reading.terms))
-            self._readings[number] = reading
-            leaves = [output] if type(output) is Tensor else pytree.tree_leaves(output)
-            self._entries[number] = max((leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)), default=1)
-        return reading
+            self._learn(number, *(found or (None, [])))
+        if found is None:
+            return None
+        self._readings[number] = found[0]
+        self._entries[number] = output.numel() if type(output) is Tensor else _most_entries(output)
+        return found[0].form
 
-    def _learn(self, number: int, term: Term | None) -> None:
+    def _learn(self, number: int, reading: Reading | None, nodes: list[Any]) -> None:
         """Find out what counts from the likelihood in a loss: before a backward, and so waiting for the device."""
-        if term is None:
+        terms = () if reading is None else reading.form.terms
+        term = next((each for each in terms if each.likelihood is not None), None)
+        if reading is None or term is None or term.likelihood is None:
             self._take(ROWS)
-        elif not term.is_mean:
-            adds = all(is_items(factor, self._batch, number) for factor, power in term.factors[:-1])
+            return
+        node = nodes[term.likelihood]
+        if node._saved_reduction == SUMMED:
+            adds = all(is_items(reading.numbers[by], self._batch, number) for by, _ in term.factors[:-1])
             self._take(SUM if adds else ROWS)
-        elif term.node._saved_total_weight.item() == 0:  # all is ignored; others will tell what of
+        elif node._saved_total_weight.item() == 0:  # all is ignored; others will tell what of
             self._empty.add(number)
         else:
-            self._take(find_entries(term.node, self._batch, number) or ROWS)
+            self._take(find_entries(node, self._batch, number) or ROWS)
 
     def _take(self, measure: Measure) -> None:
         if measure is SUM and self._weighing.options.reduction == "mean":
@@ -319,33 +322,39 @@ class BatchShares(Shares):
     def check(self, numbers: dict[int, float]) -> list[float]:
         shares, weighing = self(), self._weighing
         read = {number: each for number, each in self._readings.items() if shares[number] != 0}
-        if len(read) > 1 and not weighing.draws:
-            if weighing.loss_fn is None and not all(each.is_complete for each in read.values()):
-                weighing.cannot_tell("the model computes it, and it is no sum of means, cross-entropies and parameters")
-            names = next(iter(read.values())).names
-            is_even = len({(each.terms, shares[number]) for number, each in read.items()}) == 1  # nearly always
-            if not is_even and all(each.names == names for each in read.values()):
-                for terms in zip(*(each.terms for each in read.values()), strict=True):
-                    self._check_term(dict(zip(read, terms, strict=True)), numbers, shares)
+        if len(read) < 2 or weighing.draws:
+            return shares
+        if weighing.loss_fn is None and not all(each.form.is_complete for each in read.values()):
+            weighing.cannot_tell("the model computes it, and it is no sum of means, cross-entropies and parameters")
+        values = {
+            number: [numbers[id(by)] if isinstance(by, Tensor) else by for by in each.numbers]
+            for number, each in read.items()
+        }
+        place = min(read)
+        first, like = read[place], (shares[place], values[place])
+        if all(each.form is first.form and (shares[number], values[number]) == like for number, each in read.items()):
+            return shares  # nearly always
+        if all(each.form.terms == first.form.terms for each in read.values()):
+            for term in first.form.terms:
+                slack = max((_slack(first.numbers[by]) for by, _ in term.factors), default=_slack(1.0))
+                self._check_term(term, {number: term.value(each) for number, each in values.items()}, shares, slack)
         return shares
 
-    def _check_term(self, terms: Mapping[int, Term], numbers: dict[int, float], shares: list[float]) -> None:
+    def _check_term(self, term: Term, values: Mapping[int, float], shares: list[float], slack: float) -> None:
         """Raise unless each entry of the batch counts alike, or it is one of all microbatches, such as a parameter."""
-        values = {number: term.value(numbers) for number, term in terms.items()}
-        slack = max(_slack(term) for term in terms.values())
         counts = {number: value * shares[number] for number, value in values.items()}
         if not all(map(math.isfinite, counts.values())) or _alike(counts, slack):
             return
-        first, rows = next(iter(terms.values())), self._batch.row_counts()
-        if _alike(values, slack) and (first.is_weighted or not first.of_rows):
+        if _alike(values, slack) and (term.is_weighted or not term.of_rows):
             return
-        if first.is_weighted and _alike({number: value * rows[number] for number, value in values.items()}, slack):
+        rows, entries = self._batch.row_counts(), self._entries
+        if term.is_weighted and _alike({number: value * rows[number] for number, value in values.items()}, slack):
             return  # weights whose own mean is 1
-        per_row = {number: count * self._entries[number] / rows[number] for number, count in counts.items()}
+        per_row = {number: count * entries[number] / rows[number] for number, count in counts.items()}
         if self.measure is ROWS and _alike(per_row, slack):
             return  # a mean over all entries of rows that have different lengths in each microbatch
         one, two = sorted((min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)))
-        over = [1 / terms[number].value(numbers, plain=False) for number in (one, two)]
+        over = [1 / values[number] if values[number] else math.inf for number in (one, two)]
         weights = self.weights or [1.0] * len(shares)
         what = (
             f"the losses of microbatches {one} and {two} are means over {over[0]:g} and {over[1]:g} entries, but count "
@@ -357,10 +366,14 @@ class BatchShares(Shares):
         self._weighing.uneven(what)
 
 
-def _slack(term: Term) -> float:
+def _most_entries(output: Any) -> int:
+    return max((leaf.numel() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)), default=1)
+
+
+def _slack(number: Number) -> float:
     """Return how far apart rounding may bring equal numbers: a coarse one is rounded once, when it has been summed."""
-    kinds = [by.dtype for by, _ in term.factors if isinstance(by, Tensor) and by.is_floating_point()]
-    eps = max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float64).eps)
+    kind = number.dtype if isinstance(number, Tensor) and number.is_floating_point() else torch.float64
+    eps = torch.finfo(kind).eps
     return 2 * eps if eps >= COARSE else 32 * eps
 
 

@@ -25,8 +25,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import ModelError, UsageError
-from penstock.model.counted_runs import DRY, run_kind
 from penstock.model.part import StagePart
+from penstock.model.run_kind import DRY, run_kind
 from penstock.runtime.state.phase import NOW, Phase
 from penstock.runtime.state.replica_batch_norm import ReplicaGroup, over_replicas, track
 

@@ -13,8 +13,8 @@ there would change what a neighbour still reads. The rule goes by storage, and a
                              memory, a tensor that is no parameter
 
 (The rows of gradients are in `backward/saved_graph`.) Tensors in one storage are copied together, so that they share
-memory in the copies as well. Nothing is copied in the common case: an output, or a gradient, that one tensor alone
-holds (torch counts the holders of a storage).
+memory in the copies as well. Nothing is copied in the common case: which outputs are a stage's own its first forward
+shows, and of a gradient torch counts the holders of its storage.
 
 Whatever else may write, such as a global that a stage returns, is seen by the version counter that all tensors of a
 storage share: after the reader's forward, before a recomputation, before `W`, and by autograd itself for what a graph
@@ -24,20 +24,18 @@ graph has saved is seen by nobody, as in any program that runs two forwards befo
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _top_saved_tensors_default_hooks as _saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, RunError
 from penstock.model.part import StagePart
-from penstock.runtime.state.memory import is_plain, more_than_numbers, same_bits, storage_of, with_copies
-from penstock.runtime.state.object_tensors import tensors_in
+from penstock.runtime.state.hidden_tensors import tensors_in
+from penstock.runtime.state.memory_layout import is_plain, more_than_numbers, same_bits, storage_of, with_copies
 
 Watched = list[tuple[Tensor, int]]  # tensors, and the versions that they had
 
@@ -118,74 +116,42 @@ class GuardedPart:
 # -- what leaves a stage
 
 
-def _references_of_bare() -> int:
-    """How many references Python counts where `OutgoingValues.fit` looks at an output that nothing else refers to."""
-    emitted = {0: torch.empty(0, device="cpu")}
-    for target in emitted:
-        payload = emitted[target]
-        return sys.getrefcount(payload)
-    raise AssertionError
-
-
-def _references_of_leaf() -> int:
-    """The same for an output inside of a container."""
-    container = (torch.empty(0, device="cpu"),)
-    leaves = list(container)
-    for leaf in leaves:
-        return sys.getrefcount(leaf)
-    raise AssertionError
-
-
-def _references_of_base() -> int:
-    """The same for the tensor that an output is a view of, where `_is_only_read` looks at it."""
-    tensor = torch.empty(1, device="cpu").view(1)
-    base = tensor._base
-    return sys.getrefcount(base)
-
-
-_BARE, _LEAF, _BASE = _references_of_bare(), _references_of_leaf(), _references_of_base()
-
-
 class OutgoingValues:
-    """What one stage emits, made fit to leave: nothing in it is in memory that the stage will write to again."""
+    """What one stage emits, made fit to leave: nothing in it is in memory that the stage will write to again.
+
+    The first forward of each mode shows whether the stage emits memory of its own: a buffer, a parameter, a tensor in
+    an attribute. If so, every forward is looked at, and such tensors leave as copies. If not, all leave as they are; if
+    a later forward emits its own memory after all, and writes to it, the reader finds that out by its version.
+    """
 
     carried: tuple[type[Tensor], ...] = ()  # kinds of tensors that are packed on their way, and made again
 
     def __init__(self, stage: int, module: nn.Module) -> None:
         self._stage = stage
         self._module = module
+        self._emits_own: dict[tuple[bool, bool], bool] = {}  # by whether gradients are on, and the stage's mode
 
     def fit(self, emitted: dict[int, Any], final: int | None) -> None:
         """Copy what is the stage's own. `final`: the output that leaves the pipeline and may be any object."""
-        for target in emitted:
-            payload = emitted[target]
-            if type(payload) is not Tensor or payload.is_nested:
-                emitted[target] = self._fit(payload, target == final)
-            elif payload.layout is torch.strided and (sys.getrefcount(payload) > _BARE or not _is_only_read(payload)):
-                emitted[target] = self._apart([payload])[0]
+        for target, payload in emitted.items():
+            if target != final and not _is_tensors(payload):
+                self._check_leaves(pytree.tree_leaves(payload))
+        mode = torch.is_grad_enabled(), self._module.training
+        if self._emits_own.get(mode, True):
+            copied = self._copy_own(emitted)
+            self._emits_own.setdefault(mode, copied)
 
-    def _fit(self, payload: Any, is_final: bool) -> Any:
-        kind, spec = type(payload), None
-        if (kind is tuple or kind is list) and all(leaf is None or _is_tensor(leaf) for leaf in payload):
-            leaves = list(payload)
-        else:
-            leaves, spec = pytree.tree_flatten(payload)
-            if not is_final:
-                self._check_leaves(leaves)
-        for leaf in leaves:
-            if is_plain(leaf) and (sys.getrefcount(leaf) > _LEAF or not _is_only_read(leaf)):
-                break
-        else:
-            return payload
-        del leaf
-        leaves = self._apart(leaves)
-        return kind(leaves) if spec is None else pytree.tree_unflatten(leaves, spec)
-
-    def _apart(self, leaves: list[Any]) -> list[Any]:
-        """The leaves, with copies of those that are in the stage's buffers, parameters or attributes."""
+    def _copy_own(self, emitted: dict[int, Any]) -> bool:
+        """Exchange tensors in the stage's own memory for copies; return whether there were any."""
         own = {storage_of(tensor) for tensor in _tensors_of(self._module)}
-        places = [place for place, leaf in enumerate(leaves) if is_plain(leaf) and storage_of(leaf) in own]
-        return with_copies(leaves, places)[0] if places else leaves
+        copied = False
+        for target, payload in emitted.items():
+            leaves, spec = pytree.tree_flatten(payload)
+            places = [place for place, leaf in enumerate(leaves) if is_plain(leaf) and storage_of(leaf) in own]
+            if places:
+                emitted[target] = pytree.tree_unflatten(with_copies(leaves, places)[0], spec)
+                copied = True
+        return copied
 
     def _check_leaves(self, leaves: Sequence[Any]) -> None:
         for leaf in leaves:
@@ -206,24 +172,10 @@ class OutgoingValues:
                 )
 
 
-def _is_tensor(leaf: Any) -> bool:
-    return type(leaf) is Tensor and not leaf.is_nested
-
-
-def _is_only_read(tensor: Tensor) -> bool:
-    """Whether all other holders are plain to see and never write: the graph, and the tensor that this is a view of."""
-    count = holders(tensor)
-    if count == 1:
-        return True
-    base = tensor._base
-    if base is not None and sys.getrefcount(base) > _BASE:
-        return False
-    source = tensor if base is None else base
-    readers = 1 if base is None else 2
-    # of ReLU, tanh, softmax and others, saved for their backward; but not where the forward will run again
-    if hasattr(type(source.grad_fn), "_saved_result") and _saved_tensors_hooks(False) is None:
-        readers += 1
-    return source.grad_fn is not None and count <= readers
+def _is_tensors(payload: Any) -> bool:
+    """Return whether it is a plain tensor, or a tuple or list of such: nothing in it that could be lost."""
+    leaves = payload if type(payload) in (tuple, list) else (payload,)
+    return all(leaf is None or (type(leaf) is Tensor and not leaf.is_nested) for leaf in leaves)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
@@ -242,13 +194,14 @@ class Received:
 
     Most stages do not, and a copy would be memory held until the backward. So a stage is handed copies in its first
     forward (one for training, one for inference), and their versions tell: if it writes, it gets copies ever after;
-    if not, the values themselves, and a write that comes later is an error.
+    if not, the values themselves, and a write that comes later is an error. A stage that calls `retain_grad()` on what
+    it is handed gets copies too: the values themselves are leaves here, whose gradients go back to the stage before.
     """
 
     def __init__(self, stage: int, what: str = "a value that it received") -> None:
         self._stage = stage
         self._what = what
-        self._writes: dict[bool, bool] = {}  # by whether gradients are on
+        self._writes: dict[bool, bool] = {}  # or retains gradients; by whether gradients are on
         self._parted = False  # the last copies do not overlap where the originals do
         self._originals: list[Any] = []  # of the copies of a first forward
 
@@ -277,7 +230,7 @@ class Received:
             if not written:
                 pairs = zip(watched, originals, strict=True)
                 written = [tensor for (tensor, _), original in pairs if not same_bits(tensor, original)]
-            self._writes[mode] = bool(written)
+            self._writes[mode] = bool(written) or any(tensor.retains_grad for tensor, _ in watched)
             if written:
                 self._check_together()
         elif written:

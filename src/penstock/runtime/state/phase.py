@@ -16,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.devices import has_accelerator
-
-_KEY = "penstock.phase"
+IN_TLS = "penstock.phase"  # the name by which a backward finds it on threads of autograd's
 
 
 @dataclass(slots=True)
@@ -50,20 +48,13 @@ class _Now(threading.local):
     @property
     def phase(self) -> Phase | None:
         """The compute that this thread is in, or the one whose backward runs on this thread of autograd's."""
-        if self.own is not None or not torch._C._is_key_in_tls(_KEY):
+        if self.own is not None or not torch._C._is_key_in_tls(IN_TLS):
             return self.own
-        found: Phase | None = torch._C._get_obj_in_tls(_KEY)
+        found: Phase | None = torch._C._get_obj_in_tls(IN_TLS)
         return found
 
 
 NOW = _Now()
-
-
-def enter_backward(phase: Phase | None) -> None:
-    """Set this thread's compute, for the threads of autograd's that run its backward too."""
-    NOW.own = phase
-    if has_accelerator():  # Otherwise a backward runs on this thread.
-        torch._C._stash_obj_in_tls(_KEY, phase)
 
 
 def is_checkpointing() -> bool:

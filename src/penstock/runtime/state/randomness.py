@@ -279,29 +279,27 @@ class StepCounter:
 class StageRandomness(NamedTuple):
     """What surrounds the computes of a stage, by microbatch, with their random numbers; None: nothing to enter.
 
-    A rank that has the process's generator to itself seeds it before each forward: `forward` then takes a seed, and
-    `seeds` has those of a step's microbatches, by their count.
+    A rank that has the process's generators to itself enters nothing: before each forward its `own` are seeded, and
+    `seeds` has the seeds of a step's microbatches, by their count.
     """
 
-    forward: Callable[[int], AbstractContextManager[None] | object]
+    forward: Callable[[int], AbstractContextManager[None]] | None
     backward: Callable[[int], AbstractContextManager[None]] | None
     seeds: Callable[[int], list[int]] | None = None
+    own: RankGenerators | None = None
 
 
 class RankGenerators:
     """The generators that the stages of a rank may draw from: the CPU's, and that of the device they are on."""
 
     def __init__(self) -> None:
-        self.devices: tuple[torch.device, ...] = (CPU,)
+        self.draw_on(CPU)
 
-    def draw_on(self, device: torch.device | None) -> None:
+    def draw_on(self, device: torch.device) -> None:
         """Set the device that the stages are on now."""
-        self.devices = (CPU,) if device is None or not on_accelerator(device) else (CPU, device)
-
-    def seed(self, value: int) -> None:
-        """Seed them, where this rank has them to itself."""
-        for device in self.devices:
-            generator_of(device).manual_seed(value)
+        self.home = device
+        self.devices: tuple[torch.device, ...] = (CPU, device) if on_accelerator(device) else (CPU,)
+        self.generators = tuple(map(generator_of, self.devices))
 
     def unit_stream(self, number: int) -> AbstractContextManager[None]:
         """Return the context of one unit call in a stage of this rank."""
@@ -310,7 +308,7 @@ class RankGenerators:
 
 def seeded(counter: StepCounter, stream: int, rank: RankGenerators) -> StageRandomness:
     """Return what the computes of a stage need on a rank that has the process's generators to itself."""
-    return StageRandomness(rank.seed, None, lambda count: counter.seeds_for(count, stream))
+    return StageRandomness(None, None, lambda count: counter.seeds_for(count, stream), rank)
 
 
 Compute = tuple[int, int, torch.device]  # stage and microbatch, and where it draws

@@ -1,7 +1,7 @@
 """A step as a transaction: where it fails, the model is as it was before, and the same step can be run again.
 
-Before a step, a look is taken at all that its computes may change: buffers (`contents`), plain attributes
-(`attribute_changes`), modes, the generators of Python and numpy, and which parameters have gradients. (torch's own
+Before a step, a look is taken at all that its computes may change: buffers (`tensor_snapshots`), plain attributes
+(`attribute_snapshots`), modes, the generators of Python and numpy, and which parameters have gradients. (torch's own
 generator is put back after every step, see `randomness`; the numbers of the pipeline's own streams follow from the
 count of steps, which only a step that ends well moves.) After a failure all of it is put back: gradients that the step
 has made are dropped. Those that were there before are added to in place, and are copied beforehand: a sum that is kept
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from penstock.errors import REBUILD, ModelError, PeerFailure, RunError, UsageError
 from penstock.model.original.placeholders import is_away
-from penstock.runtime.state.attribute_changes import AttributeSnapshots, Key, ModuleSnapshot, Restorable, is_trained
-from penstock.runtime.state.contents import LARGE_BYTES, Contents
+from penstock.runtime.state.attribute_snapshots import AttributeSnapshots, Key, ModuleSnapshot, Restorable, is_trained
 from penstock.runtime.state.ownership import version_of
 from penstock.runtime.state.parameters import ParametersBefore
 from penstock.runtime.state.randomness import StepCounter
+from penstock.runtime.state.tensor_snapshots import LARGE_BYTES, Contents
 
 
 def modules_of(function: Any) -> list[nn.Module]:

@@ -24,8 +24,7 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.timing.costs import Costs, given_costs
 from penstock.schedule.topology import Topology
-
-__all__ = ["FAMILIES", "Family", "build", "family", "forward_program"]
+from penstock.tool import tool
 
 Order = Iterable[list[Action]]
 
@@ -65,7 +64,7 @@ class Family:
         return {"block": Placement.block, "loop": Placement.loop, "v": Placement.v}[self.layout]
 
     def rows(self, ranks: int, microbatches: int, stages_per_rank: int, **options: bool) -> Order:
-        """Each rank's order; where a rank has a block of stages, the order of the blocks.
+        """Build each rank's order; where a rank has a block of stages, the order of the blocks.
 
         Args:
             ranks: Number of ranks.
@@ -179,7 +178,7 @@ AUTO = "auto"  # searched, not built
 
 
 def _plain(name: str) -> str:
-    """How names are compared: no case, no hyphens; torch's class names are taken too."""
+    """Return a name as names are compared: no case, no hyphens; torch's class names are taken too."""
     if not isinstance(name, str):
         raise UsageError(
             f"a schedule is named by text, such as '1f1b' (known: {', '.join([*FAMILIES, AUTO])}); got {name!r}"
@@ -191,12 +190,12 @@ _BY_NAME = {_plain(name): entry for entry in FAMILIES.values() for name in (entr
 
 
 def is_auto(name: str) -> bool:
-    """Is "auto" meant, which `build` searches for?"""
+    """Return whether "auto" is meant, which `build` searches for."""
     return _plain(name) == AUTO
 
 
 def family(name: str) -> Family:
-    """The family of that name, in any case, or under one of its usual aliases.
+    """Return the family of that name, in any case, or under one of its usual aliases.
 
     Args:
         name: The name, such as `"zb-v"` or `"Interleaved1F1B"`.
@@ -281,13 +280,11 @@ def build(
 def _searched(
     ranks: int, microbatches: int, stages_per_rank: int | None, skips: Iterable[tuple[int, int]], costs: Costs | None
 ) -> Schedule:
-    from penstock.schedule.search import search  # which looks at every family here
-    from penstock.schedule.search.request import memory_of_1f1b
-
     check_count("ranks", ranks)
-    memory = memory_of_1f1b(ranks, costs or Costs())
     sizes = (1, 2, 3, 4) if stages_per_rank is None else stages_per_rank
-    found = search(ranks, microbatches, costs, memory, sizes, seconds=0)
+    searching = tool("penstock.tools.search.request", 'build("auto")'), tool("penstock.tools.search", 'build("auto")')
+    memory = searching[0].memory_of_1f1b(ranks, costs or Costs())
+    found: Schedule = searching[1].search(ranks, microbatches, costs, memory, sizes, seconds=0)
     # what skips stages is there before what comes through them, so an order for the chain is one for the skips too
     topology = Topology.chain(found.stages, skips)
     return found if found.topology == topology else align(found.replace(topology=topology))
@@ -296,18 +293,18 @@ def _searched(
 def _tuned(
     entry: Family, order: Order, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs
 ) -> list[list[Action]]:
-    """The family's order, made for these costs of one stage."""
-    from penstock.schedule.search.tuned import tuned  # which looks at every family here
-
+    """Build the family's order for these costs of one stage."""
     assert entry.cap is not None
     if entry.layout == "block":  # a rank's stages are as one
         costs, stages_per_rank = _of_blocks(costs, ranks, stages_per_rank), 1
     placement, cap = entry.placed(ranks, stages_per_rank), entry.cap(ranks, stages_per_rank)
-    return tuned(list(order), placement, microbatches, costs, cap)
+    tuned = tool("penstock.tools.search.tuned", "build with costs=").tuned
+    rows: list[list[Action]] = tuned(list(order), placement, microbatches, costs, cap)
+    return rows
 
 
 def _of_blocks(costs: Costs, ranks: int, size: int) -> Costs:
-    """The costs of `size` neighbouring stages as one."""
+    """Return the costs of `size` neighbouring stages as one."""
     stages = ranks * size
 
     def summed(name: str) -> tuple[float, ...]:
@@ -323,7 +320,7 @@ def _of_blocks(costs: Costs, ranks: int, size: int) -> Costs:
 
 
 def forward_program(schedule: Schedule, microbatches: int) -> Schedule:
-    """The lowered inference program for the same stages on the same ranks, breadth first."""
+    """Build the lowered inference program for the same stages on the same ranks, breadth first."""
     owned = [schedule.placement.stages_of(rank) for rank in range(schedule.ranks)]
     order = [one_f_one_b.in_rounds(stages, Op.F, [microbatches]) for stages in owned]
     return lower(
@@ -339,7 +336,7 @@ def forward_program(schedule: Schedule, microbatches: int) -> Schedule:
 
 
 def _in_blocks(row: list[Action], size: int) -> list[Action]:
-    """Each action on stage s becomes the same on stages s*size ... s*size+size-1, in model order."""
+    """Repeat each action on stage s as the same on stages s*size ... s*size+size-1, in model order."""
     blocks = []
     for stage, op, microbatch, _, _ in row:
         block = range(stage * size, (stage + 1) * size)

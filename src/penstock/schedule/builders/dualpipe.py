@@ -34,19 +34,17 @@ from collections import Counter
 
 from penstock.schedule.action import Action, Op, trusted
 
-__all__ = ["dualpipe_v"]
-
 Step = tuple[tuple[int, Op], ...]  # one (stage, op), or the two of a pair
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> list[list[Action]]:
-    """The V placement with overlapped pairs in the middle, and split backwards in fill and drain."""
+    """Build the order of a V placement with overlapped pairs in the middle, and split backwards in fill and drain."""
     absent = max(0, 2 * ranks - 1 - microbatches)
     return [_numbered(_steps(rank, ranks, absent + microbatches), absent) for rank in range(ranks)]
 
 
 def _steps(rank: int, ranks: int, microbatches: int) -> list[Step]:
-    """The table above for one rank."""
+    """Return the steps of one rank in the table above."""
     below = ranks - 1 - rank
     down, up = rank, 2 * ranks - 1 - rank
     forward_down, forward_up, backward_up = ((down, Op.F),), ((up, Op.F),), ((up, Op.B),)

@@ -9,8 +9,6 @@ from __future__ import annotations
 from penstock.schedule.action import Action, Op, in_order, trusted
 from penstock.schedule.builders.one_f_one_b import in_rounds
 
-__all__ = ["forward_only", "gpipe", "looped_bfs"]
-
 
 def gpipe(ranks: int, microbatches: int) -> list[list[Action]]:
     """Fill, then drain: all forwards, then all backwards, microbatches in order."""
@@ -21,12 +19,12 @@ def gpipe(ranks: int, microbatches: int) -> list[list[Action]]:
 
 
 def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
-    """Breadth first: all microbatches through one stage before the next; backward is the mirror."""
+    """Build an order that is breadth first: all microbatches through one stage before the next; backward mirrors it."""
     forwards = forward_only(ranks, microbatches, stages_per_rank)
     return [row + [trusted(action.stage, Op.B, action.microbatch) for action in reversed(row)] for row in forwards]
 
 
 def forward_only(ranks: int, microbatches: int, stages_per_rank: int) -> list[list[Action]]:
-    """Inference: all microbatches through each stage, breadth first."""
+    """Build the order of inference: all microbatches through each stage, breadth first."""
     owned = [range(rank, ranks * stages_per_rank, ranks) for rank in range(ranks)]
     return [in_rounds(stages, Op.F, [microbatches]) for stages in owned]

@@ -34,8 +34,6 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, trusted
 
-__all__ = ["Durations", "Filled", "fill_weights", "preference"]
-
 FORWARD, WEIGHT = Op.F, Op.W
 Key = tuple[int, Op, int | None]  # stage, op, microbatch
 
@@ -50,7 +48,7 @@ class Durations(NamedTuple):
 
     @classmethod
     def equal(cls, stages: int) -> Durations:
-        """One unit for each of F, I and W, and free hops."""
+        """Return durations in which each of F, I and W takes one unit, and hops nothing."""
         ones = (1,) * stages
         return cls(ones, ones, ones)
 
@@ -60,11 +58,11 @@ class Filled(NamedTuple):
 
     orders: list[list[Action]]
     makespan: float
-    peaks: list[int]  # of each rank, the most microbatch-stages that it holds at once
+    peaks: list[int]  # By rank: the most microbatch-stages that it holds at once.
 
 
 def preference(filled: Filled, cap: int) -> tuple[int, float]:
-    """A key to choose among orders by: one that keeps within `cap` comes first, then the shortest."""
+    """Return a key to choose among orders by: one that keeps within `cap` comes first, then the shortest."""
     return max(cap, *filled.peaks), filled.makespan
 
 
@@ -117,7 +115,7 @@ class _Filling:
         self.placement = placement
         self.durations = durations
         self.least_gap = [(1 - overrun) * weight for weight in durations.weight]
-        # when the input of an F or I is on its rank; an entry lives until that action is placed
+        # Times at which the input of an F or I is on its rank; an entry lives until that action is placed.
         self.arrivals: dict[Key, float] = {}
         self.waiting: dict[Key, int] = {}  # an action whose input is not made yet -> its rank
 

@@ -19,11 +19,9 @@ from collections.abc import Iterator, Sequence
 
 from penstock.schedule.action import Action, Op, in_order
 
-__all__ = ["alternate", "in_rounds", "interleaved_1f1b", "one_f_one_b", "overlap_b_f", "rounds"]
-
 
 def one_f_one_b(ranks: int, microbatches: int) -> list[list[Action]]:
-    """Warm-up of `ranks - rank` forwards at most, then one backward, one forward."""
+    """Build a warm-up of at most `ranks - rank` forwards, then one backward and one forward in turn."""
     rows = []
     for rank in range(ranks):
         forwards, backwards = (in_order(rank, op, range(microbatches)) for op in (Op.F, Op.B))
@@ -32,7 +30,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> list[list[Action]]:
 
 
 def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Iterator[list[Action]]:
-    """One forward, one backward over several stages per rank, in rounds."""
+    """Build one forward, one backward over several stages per rank, in rounds."""
     if stages_per_rank == 1:
         yield from one_f_one_b(ranks, microbatches)
         return
@@ -47,7 +45,7 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int) -> Ite
 
 
 def in_rounds(stages: Sequence[int], op: Op, sizes: Sequence[int]) -> list[Action]:
-    """One op of all microbatches: round by round, and in a round stage by stage."""
+    """Return one op of all microbatches: round by round, and in a round stage by stage."""
     order, first = list[Action](), 0
     for size in sizes:
         for stage in stages:
@@ -57,14 +55,14 @@ def in_rounds(stages: Sequence[int], op: Op, sizes: Sequence[int]) -> list[Actio
 
 
 def rounds(ranks: int, microbatches: int) -> list[int]:
-    """Sizes of the rounds: as even as can be, the larger ones first."""
+    """Return the sizes of the rounds: as even as can be, the larger ones first."""
     count = max(1, microbatches // ranks)
     size, larger = divmod(microbatches, count)
     return [size + 1] * larger + [size] * (count - larger)
 
 
 def alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
-    """`warmup` forwards, then a backward and a forward in turn, then the backwards that are left."""
+    """Join `warmup` forwards, then a backward and a forward in turn, then the backwards that are left."""
     warmup = min(warmup, len(forwards))
     order = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
@@ -73,7 +71,7 @@ def alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> l
 
 
 def overlap_b_f(row: list[Action]) -> list[Action]:
-    """Each backward and the forward that follows it as one pair, `OVERLAP_B_F`; no forward needs that backward."""
+    """Join each backward and the forward that follows it to a pair, `OVERLAP_B_F`; no forward needs that backward."""
     paired: list[Action] = []
     for action in row:
         if action.op is Op.F and paired and paired[-1].op is Op.B:

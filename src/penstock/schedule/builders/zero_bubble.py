@@ -38,8 +38,6 @@ from penstock.schedule.action import Action, Op, in_order
 from penstock.schedule.builders.greedy import Filled, fill_weights, preference
 from penstock.schedule.builders.one_f_one_b import alternate, in_rounds
 
-__all__ = ["group_cap", "group_interleaved", "interleaved_zb", "zb_h1", "zb_h2"]
-
 
 def zb_h1(ranks: int, microbatches: int, *, weights: bool = True) -> list[list[Action]]:
     """Zero bubble in 1F1B's memory: at most `ranks` microbatches on a rank."""
@@ -56,27 +54,27 @@ def zb_h2(ranks: int, microbatches: int, *, weights: bool = True) -> list[list[A
 
 
 def interleaved_zb(ranks: int, microbatches: int, stages_per_rank: int, *, weights: bool = True) -> list[list[Action]]:
-    """The interleaved order with W delayed into the bubbles: at most `ranks` whole-rank microbatches."""
+    """Build the interleaved order with W delayed into the bubbles: at most `ranks` whole-rank microbatches."""
     return _best_rounds(ranks, microbatches, stages_per_rank, ranks, stages_per_rank * ranks, weights)
 
 
 def group_interleaved(
     ranks: int, microbatches: int, stages_per_rank: int, *, weights: bool = True
 ) -> list[list[Action]]:
-    """The interleaved order in rounds of half the ranks: at most `group_cap` stages of microbatches."""
+    """Build the interleaved order in rounds of half the ranks: at most `group_cap` stages of microbatches."""
     cap = group_cap(ranks, stages_per_rank)
     return _best_rounds(ranks, microbatches, stages_per_rank, (ranks + 1) // 2, cap, weights)
 
 
 def group_cap(ranks: int, stages_per_rank: int) -> int:
-    """How many stages of microbatches the first rank of group-interleaved holds."""
+    """Return how many stages of microbatches the first rank of group-interleaved holds."""
     return (stages_per_rank - 1) * ((ranks + 1) // 2) + ranks
 
 
 def _best_rounds(
     ranks: int, microbatches: int, stages_per_rank: int, size: int, cap: int, weights: bool
 ) -> list[list[Action]]:
-    """Rounds of `size`, with a remainder at the end or spread over all of them, whichever is shorter.
+    """Build rounds of `size`, with a remainder at the end or spread over all of them, whichever is shorter.
 
     A round that is smaller than half the ranks may keep ranks waiting in a circle: it comes around the loop before its
     turn. So the remainder may also make the first rounds larger, which always finishes, and takes more memory.
@@ -97,7 +95,7 @@ def _best_rounds(
 
 
 def _interleaved(ranks: int, sizes: list[int], stages_per_rank: int, cap: int) -> Filled | None:
-    """The interleaved order over rounds of these sizes; None where it never finishes."""
+    """Build the interleaved order over rounds of these sizes; return None where it never finishes."""
     stage_count = stages_per_rank * ranks
     orders = _in_turn(ranks, sizes, stages_per_rank)
     if not _turns_in_order(orders[-1], stage_count - 1):
@@ -109,7 +107,7 @@ def _interleaved(ranks: int, sizes: list[int], stages_per_rank: int, cap: int) -
 
 
 def _in_turn(ranks: int, sizes: list[int], stages_per_rank: int) -> list[list[Action]]:
-    """F and I of the interleaved order over rounds of these sizes."""
+    """Return F and I of the interleaved order over rounds of these sizes."""
     orders = []
     for rank in range(ranks):
         stages = range(rank, stages_per_rank * ranks, ranks)
@@ -119,7 +117,7 @@ def _in_turn(ranks: int, sizes: list[int], stages_per_rank: int) -> list[list[Ac
 
 
 def _turns_in_order(order: list[Action], last: int) -> bool:
-    """Does every microbatch pass the last stage forward before it goes back?"""
+    """Return whether every microbatch passes the last stage forward before it goes back."""
     forwards = backwards = 0
     for action in order:
         if action.stage == last:

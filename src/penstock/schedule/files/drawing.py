@@ -1,14 +1,12 @@
-"""The drawing of a schedule: a row for each rank, a column for each time slot."""
+"""The drawing of a schedule, a row for each rank and a column for each time slot; and tables of text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, repeat
 
 from penstock.schedule.action import Action, Op
 from penstock.schedule.schedule import Schedule
-
-__all__ = ["IDLE", "cells_of", "draw"]
 
 IDLE = "."
 # one terminal colour for each kind of compute, the same for all its microbatches; told apart
@@ -17,7 +15,7 @@ COLORS = {Op.F: "34", Op.B: "32", Op.I: "36", Op.W: "33", Op.OVERLAP_F_B: "35", 
 
 
 def draw(schedule: Schedule, width: int | None, color: bool) -> str:
-    """The grid; see `Schedule.draw`."""
+    """Draw the grid; see `Schedule.draw`."""
     slots = schedule.slots
     rows = []
     for rank in range(schedule.ranks):
@@ -42,10 +40,19 @@ def draw(schedule: Schedule, width: int | None, color: bool) -> str:
 
 
 def cells_of(schedule: Schedule, rank: int, idle: str) -> list[str]:
-    """The cells of a row as text; from the actions where an array does not hold their numbers."""
+    """Return the cells of a row as text; read from the actions where an array does not hold their numbers."""
     if schedule.columns.clipped:
         return [idle if action is None else str(action) for action in schedule.rows[rank]]
     return schedule.columns.texts(rank, idle)
+
+
+def table(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
+    """Columns as wide as their widest cell; those in `left` are aligned to the left."""
+    columns = list(zip(*rows, strict=True))
+    for place, column in enumerate(columns):
+        width = max(map(len, column))
+        columns[place] = tuple(cell.ljust(width) if place in left else cell.rjust(width) for cell in column)
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*columns, strict=True))
 
 
 def _paint(text: str, action: Action | None) -> str:

@@ -16,14 +16,13 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.seen import forwards_seen, passes_seen
 from penstock.schedule.topology import Topology
 
-__all__ = ["check_facts", "taken"]
-
-TAKEN = ("placement", "microbatches", "topology", "recompute", "name", "passes")  # by a file that cannot say them
+# Facts that may be passed for a file that cannot state them.
+TAKEN = ("placement", "microbatches", "topology", "recompute", "name", "passes")
 KNOWN = ("ranks", "stages", "forward_only", *TAKEN)
 
 
 def taken(facts: dict[str, Any]) -> dict[str, Any]:
-    """Of the stated facts, those that a CSV file takes; UsageError for what is no fact or of no use."""
+    """Return those stated facts that a CSV file takes; raise a UsageError for what is no fact or of no use."""
     odd = sorted(set(facts) - set(KNOWN))
     if odd:
         raise UsageError(f"a schedule has no property {', '.join(odd)}; known: {', '.join(sorted(KNOWN))}")
@@ -38,7 +37,7 @@ def taken(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_facts(schedule: Schedule, facts: dict[str, Any], *, whole: bool) -> list[Fault]:
-    """Every stated fact that the file contradicts. A `whole` file, JSON, says all of them."""
+    """Find every stated fact that the file contradicts. A `whole` file, JSON, states all of them."""
     found = _rank_faults(schedule, facts.get("ranks"))
     for name, says in (_said if whole else _seen)(schedule).items():
         stated = facts.get(name)
@@ -70,7 +69,7 @@ def _said(schedule: Schedule) -> dict[str, Any]:
 
 
 def _seen(schedule: Schedule) -> dict[str, Any]:
-    """What rows of actions say for certain."""
+    """Return what rows of actions show for certain."""
     seen = sorted({part.stage for _, _, part in schedule.parts()})
     says: dict[str, Any] = {"stages": seen[-1] + 1} if seen else {}
     says["forward_only"] = not any(part.op.is_backward for _, _, part in schedule.parts())

@@ -9,15 +9,14 @@ from typing import Any
 from penstock import reading
 from penstock.errors import FileError, NotationError, ScheduleError
 
-__all__ = ["MOST_CELLS", "MOST_STAGES", "parse_json", "read_file"]
-
-MOST_CELLS = 1_000_000  # as 1,000 ranks with 300 microbatches have; read and proved in some 10 s
+# 1,000 ranks with 300 microbatches have as many; they are read and proved in some 10 s.
+MOST_CELLS = 1_000_000
 MOST_STAGES = 20_000  # each costs the proof far more than a cell does
 LARGEST = 256 * 2**20  # bytes
 
 
 def read_file(path: str | PathLike[str], cells: int = MOST_CELLS) -> str:
-    """The text of a file that has at most so many cells, or numbers."""
+    """Read the text of a file that has at most so many cells, or numbers."""
     path = Path(path)
     try:
         text = reading.read_text(path, LARGEST)

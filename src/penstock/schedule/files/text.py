@@ -30,19 +30,17 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.seen import PASSES, actions_of, skips_seen
 from penstock.schedule.topology import Topology
 
-__all__ = ["load", "read_cells", "read_text", "save"]
-
 FORMAT = 1
 
 
 def read_text(text: str | Iterable[str]) -> list[list[Action | None]]:
-    """Rows from text lines, or from a drawing, wrapped or not."""
+    """Read rows from text lines, or from a drawing, wrapped or not."""
     lines = text.splitlines() if isinstance(text, str) else list(text) if isinstance(text, Iterable) else [text]
     odd = [line for line in lines if not isinstance(line, str)]
     if odd:
         raise UsageError(f"rows of text are lines such as '0F0 0F1 . 0B0', one for each rank; got {odd[0]!r}")
-    rows: list[list[str]] = []  # of cells
-    places: list[list[tuple[int, int]]] = []  # of the same cells: line and column
+    rows: list[list[str]] = []  # Texts of cells.
+    places: list[list[tuple[int, int]]] = []  # Line and column of each of these cells.
     for line_number, line in enumerate(lines, 1):
         label = re.match(r"\s*rank (\d+)\s*[:|]?\s", line + " ")
         cells = (line[label.end() :] if label else line).split()
@@ -64,7 +62,7 @@ def read_text(text: str | Iterable[str]) -> list[list[Action | None]]:
 
 
 def read_cells(rows: Iterable[Iterable[Action | str | None]]) -> list[list[Action | None]]:
-    """Rows in which some cells, or all, are text."""
+    """Read rows in which some cells, or all, are text."""
 
     def read(cell: Action | str, row: int, column: int) -> Action:
         return cell if isinstance(cell, Action) else _read_cell(cell, row, column)
@@ -107,7 +105,7 @@ def load(path: str | PathLike[str], facts: dict[str, Any], check: bool = True) -
 
 
 def file_kind(path: Path) -> str:
-    """.csv or .json, by the name of the file; anything else is refused."""
+    """Return .csv or .json, by the name of the file; refuse anything else."""
     kind = path.suffix.lower()
     if kind not in (".csv", ".json"):
         raise UsageError(f"{path.name}: the name of a schedule's file ends in .csv or .json, so that its form is known")
@@ -115,7 +113,7 @@ def file_kind(path: Path) -> str:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """One row a rank, blank cells for idle slots. The edges must be those that can be read off the rows."""
+    """Write one row a rank, blank cells for idle slots. The edges must be those that can be read off the rows."""
     there = Topology.chain(schedule.stages, skips_seen(schedule.rows, schedule.stages))
     if there != schedule.topology:
         odd = sorted(set(there.edges) ^ set(schedule.topology.edges))
@@ -132,12 +130,12 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def rows_to_csv(rows: Iterable[Iterable[Action | None]]) -> str:
-    """The cells alone, whatever they mean."""
+    """Write the cells alone, whatever they mean."""
     return cells_to_csv([("" if action is None else str(action)) for action in row] for row in rows)
 
 
 def cells_to_csv(rows: Iterable[Iterable[str]]) -> str:
-    """Rows of text as CSV."""
+    """Write rows of text as CSV."""
     out = io.StringIO()
     csv.writer(out).writerows(rows)
     return out.getvalue()
@@ -161,7 +159,7 @@ def from_csv(text: str, facts: dict[str, Any]) -> Schedule:
 
 
 def to_json(schedule: Schedule, **more: object) -> str:
-    """The whole value, and whatever is to be said about it."""
+    """Write the whole value, with all facts about it."""
     document = {
         "penstock_schedule": FORMAT,
         "name": schedule.name,
@@ -189,7 +187,7 @@ def from_json(text: str, *, certified: bool = True) -> Schedule:
     missing = [key for key in _KEYS if type(document.get(key)) is not _KEYS[key]]
     if not missing and not PASSES.issuperset(map(str, document["passes"])):
         missing = ["passes"]
-    if not missing and not document["name"].isprintable():  # it is shown on terminals
+    if not missing and not document["name"].isprintable():  # The name is shown on terminals.
         missing = ["name"]
     if missing:
         raise NotationError([Fault(f"no complete schedule in JSON: {key!r} is missing or wrong") for key in missing])
@@ -219,7 +217,8 @@ def _keep_certificate(schedule: Schedule, written: Any) -> None:
     """Check the certificate of a file, and keep it. One by other rules says nothing, and is dropped."""
     kinds = {"digest": str, "proved": list, "rules": int}
     found = {name: type(value) for name, value in written.items()} if isinstance(written, dict) else {}
-    older = found == kinds and written["rules"] < RULES  # before there were several kinds of links
+    # Files were written so before there were several kinds of links.
+    older = found == kinds and written["rules"] < RULES
     if not older and (found != {**kinds, "links": str} or written["links"] not in LINKS):
         raise NotationError("the certificate of the file is not complete; verify the schedule, and save it again")
     if written["rules"] == RULES:

@@ -25,12 +25,10 @@ from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.timing.timeline import Span, Timeline, Wall
 
-__all__ = ["from_json", "is_timeline", "load", "save", "to_json"]
-
 FORMAT = 1
 MARK = "penstock_timeline"
 LONGEST_UNIT = 20
-NUMBERS = 5 * MOST_CELLS  # of a file: five for each span
+NUMBERS = 5 * MOST_CELLS  # Numbers of a file: five for each span.
 MOST_CORES = 1_000_000
 SHOWN = 20  # faults of a file: a wrong one is wrong in every line
 
@@ -46,12 +44,12 @@ def load(path: str | PathLike[str]) -> Timeline:
 
 
 def is_timeline(text: str) -> bool:
-    """Is this the text of a timeline, and not of a schedule?"""
+    """Return whether this is the text of a timeline, and not of a schedule."""
     return f'"{MARK}"' in text[:200]
 
 
 def to_json(timeline: Timeline) -> str:
-    """The whole value; of a simulation, all but the arrival of messages."""
+    """Write the whole value; of a simulation, all but the arrival of messages."""
     head = {
         MARK: FORMAT,
         "unit": timeline.unit,

@@ -18,11 +18,9 @@ from penstock.schedule.events import run
 from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.schedule import Row, Schedule, expect_schedule
 
-__all__ = ["align", "stuck_faults"]
-
 
 def align(schedule: Schedule) -> Schedule:
-    """The same order with idle slots where a rank must wait, so that all rows have equal length.
+    """Return the same order with idle slots where a rank must wait, so that all rows have equal length.
 
     Args:
         schedule: The schedule.
@@ -48,7 +46,7 @@ def align(schedule: Schedule) -> Schedule:
 
 
 def stuck_faults(rows: Sequence[Row], stuck: Sequence[Stuck]) -> list[Fault]:
-    """Say where each rank stops, and draw the ring of ranks that wait for each other."""
+    """Report where each rank stops, and draw the ring of ranks that wait for each other."""
     where = {
         (part.stage, part.op, part.microbatch): (rank, position)
         for rank, row in enumerate(rows)
@@ -73,7 +71,7 @@ def stuck_faults(rows: Sequence[Row], stuck: Sequence[Stuck]) -> list[Fault]:
 
 
 def ring_faults(stuck: Sequence[Fault], waits_for: dict[int, tuple[int, str]]) -> list[Fault]:
-    """One fault that draws a cycle in `rank -> (rank that it waits for, sentence)`; `stuck` says where each stops."""
+    """Draw a cycle in `rank -> (rank that it waits for, sentence)` as one fault; `stuck` says where each stops."""
     where = {fault.rank: fault for fault in stuck}
     for start in waits_for:
         seen: list[int] = []

@@ -25,11 +25,9 @@ from penstock.schedule.action import Action, Op
 from penstock.schedule.lowering.align import align
 from penstock.schedule.schedule import Row, Schedule
 
-__all__ = ["gather", "in_turn"]
-
 
 def gather(program: Schedule, stages: Collection[int]) -> Schedule:
-    """The lowered program in which these stages take their batch in one piece."""
+    """Return the lowered program in which these stages take their batch in one piece."""
     if not stages or program.microbatches == 1:
         return program
     for rank, row in enumerate(program.rows):
@@ -50,13 +48,13 @@ def gather(program: Schedule, stages: Collection[int]) -> Schedule:
 
 
 def _can_gather(trains: bool = False) -> list[str]:
-    from penstock.schedule.builders import FAMILIES  # which imports this folder
+    from penstock.schedule.builders import FAMILIES  # That module imports this folder.
 
     return [name for name, each in FAMILIES.items() if each.runs_forwards_first and (each.trains or not trains)]
 
 
 def in_turn(schedule: Schedule, stages: Collection[int]) -> Schedule:
-    """The computes in an order in which, on each rank, what needs all of such a stage stands after the last of it.
+    """Order the computes so that, on each rank, what needs all of such a stage stands after the last of it.
 
     gpipe with two stages on a rank goes microbatch by microbatch, 0F0 1F0 0F1 1F1: of a gathering stage 0, nothing is
     there for 1F0 yet. A schedule that `gather` refuses, or that has its transfers, is returned as it is.
@@ -74,7 +72,7 @@ def _row_in_turn(row: list[Action], stages: Collection[int]) -> list[Action]:
     here = {action.stage for action in row} & set(stages)
 
     def turn(action: Action) -> tuple[bool, int]:
-        """How many of the gathering stages here it comes after, among forwards and among backwards."""
+        """Return how many of the gathering stages here it comes after, among forwards and among backwards."""
         if action.op is Op.F:
             return False, sum(stage < action.stage for stage in here)
         return True, sum(stage > action.stage for stage in here)
@@ -110,7 +108,7 @@ def _gathered(row: Row, stages: Collection[int]) -> list[Action | None]:
 
 
 def _posted_early(row: list[Action | None]) -> list[Action | None]:
-    """Nothing waits for a receive to be posted but what comes from the other half of the step."""
+    """Post receives early: nothing waits for one but what comes from the other half of the step."""
     forward = [action for action in row if action is not None and action.op is Op.RECV_F]
     backward = [action for action in row if action is not None and action.op is Op.RECV_B]
     rest = [action for action in row if action is None or action.op not in (Op.RECV_F, Op.RECV_B)]

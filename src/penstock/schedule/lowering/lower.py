@@ -33,8 +33,6 @@ from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.seen import PASSES, passes_seen
 from penstock.schedule.topology import links
 
-__all__ = ["insert_reductions", "insert_shards", "insert_transfers", "lower"]
-
 
 def lower(schedule: Schedule, *, reduce: bool = False, window: int | None = None) -> Schedule:
     """Turn a schedule into a program: add the transfers and, on request, reductions and sharding.
@@ -55,7 +53,7 @@ def lower(schedule: Schedule, *, reduce: bool = False, window: int | None = None
 
 
 def _refuse_after(schedule: Schedule, passes: Iterable[str], what: str) -> None:
-    """A pass reads what it knows: it cannot come after one that it would undo, nor after itself."""
+    """Refuse a pass after one that it would undo, or after itself: it reads only what it knows."""
     expect_schedule(schedule, what)
     there = (schedule.passes | passes_seen(schedule.ops)).intersection(passes)
     if there:
@@ -81,7 +79,7 @@ def insert_transfers(schedule: Schedule) -> Schedule:
 
 
 def _with_messages(schedule: Schedule) -> Columns:
-    """The computes in the order of their slots, each slot with its receives before and its sends after."""
+    """Put the computes in the order of their slots, each slot with its receives before and its sends after."""
     import numpy as np
 
     columns, messages = schedule.columns, _messages(schedule)
@@ -130,7 +128,7 @@ class _Messages(NamedTuple):
 
 
 def _messages(schedule: Schedule) -> _Messages:
-    """All transfers that a schedule needs."""
+    """Return all transfers that a schedule needs."""
     import numpy as np
 
     columns = schedule.columns
@@ -167,7 +165,7 @@ def _messages(schedule: Schedule) -> _Messages:
 
 
 def _last_of(columns: Columns, backs: list[Array], microbatches: int) -> Array:
-    """Of a link that several stages of a rank read: by microbatch, the compute with which all gradients are there."""
+    """Return, by microbatch, the compute after which a link that several stages of a rank read has all gradients."""
     import numpy as np
 
     last = np.full((len(backs), microbatches), -1, dtype=np.int32)
@@ -177,7 +175,7 @@ def _last_of(columns: Columns, backs: list[Array], microbatches: int) -> Array:
 
 
 def is_aligned(schedule: Schedule) -> bool:
-    """Does each action stand in a later slot than everything that it needs from other ranks?"""
+    """Return whether each action stands in a later slot than everything that it needs from other ranks."""
     table = Table(schedule.placement, schedule.topology, schedule.microbatches)
     columns = schedule.columns
     needs = waits_of(table, columns)
@@ -255,7 +253,7 @@ def _shard_row(row: tuple[Action | None, ...], window: int) -> list[Action | Non
 
 
 def _next_stages(row: tuple[Action | None, ...], window: int) -> list[tuple[int, ...] | None]:
-    """For each use of a stage: that stage and the next different ones, `window` in all."""
+    """Return, for each use of a stage, that stage and the next different ones, `window` in all."""
     ahead: list[tuple[int, ...] | None] = [None] * len(row)
     coming: list[int] = []  # the different stages from here on, nearest first
     for position in range(len(row) - 1, -1, -1):

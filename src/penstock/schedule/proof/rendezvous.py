@@ -26,8 +26,6 @@ from penstock.schedule.lowering.align import ring_faults
 from penstock.schedule.proof.transfers import Transfers
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["rendezvous_faults"]
-
 
 def rendezvous_faults(schedule: Schedule, transfers: Transfers, links: str = "direction") -> list[Fault]:
     """Return an empty list when the program ends; else where each rank stops, and the ring."""
@@ -42,7 +40,7 @@ def rendezvous_faults(schedule: Schedule, transfers: Transfers, links: str = "di
     later, earlier = _in_streams(columns, transfers, links)
     event = np.concatenate((sends.number, columns.cell[who], sends.number[later]))
     on = np.concatenate((transfers.receives.number, senders[position], sends.number[earlier]))
-    del away, senders, who  # as large as the program
+    del away, senders, who  # These are as large as the program.
     nothing = np.broadcast_to(0.0, max(columns.size, len(event)))
     outcome = run(columns.starts, nothing[: columns.size], Waits(event, on, nothing[: len(event)]))
     if not outcome.stuck:
@@ -79,7 +77,7 @@ def _faults(
     earlier: Array,
     stuck: list[tuple[int, int]],
 ) -> list[Fault]:
-    """Who is stuck, where, and for whom they wait: waits of sends, then of computes, then in streams."""
+    """Report who is stuck, where, and for whom they wait: waits of sends, then of computes, then in streams."""
     found, ring = [], {}
     sends, receives = transfers.sends, transfers.receives
     for rank, number in stuck:

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from penstock.errors import Fault
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["crowd_fault", "shape_faults"]
-
 FEW = 100_000  # missing computes that are still listed one by one
 
 
 def shape_faults(schedule: Schedule) -> Iterator[Fault]:
-    """What makes it no schedule at all: rows, stages and microbatches that do not fit together."""
+    """Yield what makes it no schedule at all: rows, stages and microbatches that do not fit together."""
     import numpy as np
 
     stages, microbatches = schedule.placement.stages, schedule.microbatches
@@ -51,7 +49,7 @@ def shape_faults(schedule: Schedule) -> Iterator[Fault]:
 
 
 def crowd_fault(schedule: Schedule) -> Fault | None:
-    """A fault if there are far more microbatches than the rows could run; found before building that much."""
+    """Return a fault if there are far more microbatches than the rows could run, before that much is built."""
     cells = map(len, schedule.rows) if "rows" in schedule.__dict__ else schedule.columns.lengths
     size, there = schedule.stages * schedule.microbatches, sum(cells)
     if size <= FEW + 2 * there:

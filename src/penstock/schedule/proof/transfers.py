@@ -17,8 +17,6 @@ from penstock.schedule.dependencies import Table, Value
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.topology import Link, links
 
-__all__ = ["Ends", "Move", "Transfers", "link_faults", "partner"]
-
 _PARTNER = {Op.SEND_F: Op.RECV_F, Op.RECV_F: Op.SEND_F, Op.SEND_B: Op.RECV_B, Op.RECV_B: Op.SEND_B}
 
 
@@ -27,18 +25,19 @@ class Move(NamedTuple):
 
     way: int  # number of the directed link
     sent: tuple[int, ...]  # table bases of the values at the sending rank
-    received: tuple[int, ...]  # and at the receiving rank
+    received: tuple[int, ...]  # At the receiving rank.
 
 
 class Ends(NamedTuple):
     """All sends of a program, or all receives: by directed link, and on a link in the order of the rows."""
 
-    number: Array  # in the columns
+    number: Array  # Numbers in the columns.
     way: Array  # number of the directed link
     message: Array  # the same at both ends
-    numbers: Array  # of what it moves: number of the transfer,
-    positions: Array  # and position in the table, at this end
-    elsewhere: Array  # and at the other
+    # By move, the number of its transfer, and its positions in the table at this end and at the other.
+    numbers: Array
+    positions: Array
+    elsewhere: Array
 
 
 class Transfers:
@@ -90,7 +89,7 @@ class Transfers:
         return len(self._moves) - 1
 
     def _all(self) -> tuple[Array, Array]:
-        """The numbers of all transfers, and of their moves: -1 where the topology has no such link."""
+        """Return the numbers of all transfers, and of their moves: -1 where the topology has no such link."""
         import numpy as np
 
         columns = self._columns
@@ -129,7 +128,7 @@ class Transfers:
 
 
 def partner(action: Action) -> Action:
-    """The other end of a transfer."""
+    """Return the other end of a transfer."""
     stage, op, microbatch, peer, _ = action
     if peer is None:
         return trusted(action.other_end, _PARTNER[op], microbatch)
@@ -137,7 +136,7 @@ def partner(action: Action) -> Action:
 
 
 def link_faults(schedule: Schedule, transfers: Transfers) -> Iterator[Fault]:
-    """On each directed link the receives are the sends, in the same order."""
+    """Check that on each directed link the receives are the sends, in the same order."""
     import numpy as np
 
     sends, receives = transfers.sends, transfers.receives

@@ -32,8 +32,6 @@ from penstock.schedule.repeated import repeated
 from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.seen import passes_seen
 
-__all__ = ["faults", "verify"]
-
 
 def verify(schedule: Schedule, steps: int = 1, links: str = "direction") -> Certificate:
     """Prove that a schedule or program is correct and cannot deadlock, or raise `ScheduleError` with every fault.
@@ -56,7 +54,7 @@ def verify(schedule: Schedule, steps: int = 1, links: str = "direction") -> Cert
 
 
 def faults(schedule: Schedule, steps: int = 1, links: str = "direction") -> list[Fault]:
-    """Everything that is wrong with a schedule or program. An empty list is the proof that nothing is.
+    """Find everything that is wrong with a schedule or program. An empty list is the proof that nothing is.
 
     Args:
         schedule: The schedule or program.
@@ -83,7 +81,7 @@ def _is_lowered(schedule: Schedule) -> bool:
 
 
 def _faults_of_step(schedule: Schedule, links: str) -> list[Fault]:
-    """What is wrong with one step."""
+    """Return what is wrong with one step."""
     found = list(shape_faults(schedule))
     if schedule.ranks != schedule.placement.ranks or crowd_fault(schedule) is not None:
         return found
@@ -101,7 +99,7 @@ def _faults_of_step(schedule: Schedule, links: str) -> list[Fault]:
 
 
 def _order_faults(schedule: Schedule, table: Table) -> list[Fault]:
-    """Whether the computes of all ranks, in their orders, can end."""
+    """Check that the computes of all ranks, in their orders, can end."""
     import numpy as np
 
     columns = schedule.columns
@@ -113,7 +111,7 @@ def _order_faults(schedule: Schedule, table: Table) -> list[Fault]:
 
 
 def _well_shaped(schedule: Schedule, found: list[Fault]) -> Schedule:
-    """The schedule with idle slots in place of the actions that these faults name."""
+    """Return the schedule with idle slots in place of the actions that these faults name."""
     odd = {(fault.rank, fault.position) for fault in found if fault.action is not None}
     return schedule.replace(
         (None if (rank, position) in odd else action for position, action in enumerate(row))
@@ -122,7 +120,7 @@ def _well_shaped(schedule: Schedule, found: list[Fault]) -> Schedule:
 
 
 def _completeness_faults(schedule: Schedule) -> Iterator[Fault]:
-    """Each (stage, microbatch) has exactly one F and one B, or one I and one W."""
+    """Check that each (stage, microbatch) has exactly one F and one B, or one I and one W."""
     import numpy as np
 
     columns, microbatches = schedule.columns, schedule.microbatches
@@ -146,7 +144,7 @@ def _completeness_faults(schedule: Schedule) -> Iterator[Fault]:
 def _incomplete(
     schedule: Schedule, stage: int, microbatch: int, forward: bool, full: bool, half: bool, other: bool
 ) -> Iterator[Fault]:
-    """What is wrong with the computes of one microbatch in one stage, by which of F, B, I and W there are."""
+    """Yield what is wrong with one microbatch in one stage, by which of F, B, I and W there are."""
 
     def fault(op: Op, text: str) -> Fault:
         return Fault(text, schedule.placement.by_stage[stage], None, trusted(stage, op, microbatch))
@@ -168,7 +166,7 @@ def _incomplete(
 
 
 def _rank_order_faults(schedule: Schedule, transfers: Transfers, lowered: bool) -> Iterator[Fault]:
-    """On its own rank nothing stands before what it needs.
+    """Check that on its own rank nothing stands before what it needs.
 
     In a lowered program that includes what other ranks make: it must have been received.
     """
@@ -177,7 +175,7 @@ def _rank_order_faults(schedule: Schedule, transfers: Transfers, lowered: bool) 
     table, columns = transfers.table, schedule.columns
     got, sent = transfers.receives, transfers.sends
     made_by, made = table.positions(columns, table.made)
-    first = np.full(table.size, columns.size, dtype=np.int32)  # by position: the cell in which it is there first
+    first = np.full(table.size, columns.size, dtype=np.int32)  # Cells in which each position's value is there first.
     np.minimum.at(first, made, columns.cell[made_by])
     np.minimum.at(first, got.positions, got.numbers)
     if not lowered:  # what comes from other ranks is for the run of all ranks to see
@@ -222,7 +220,7 @@ def _no_link(schedule: Schedule, rank: int, action: Action) -> str:
 
 
 def _sharding_faults(schedule: Schedule) -> Iterator[Fault]:
-    """A stage is whole when it computes; each stage's gradients are reduced once, at the end."""
+    """Check that a stage is whole when it computes, and that its gradients are reduced once, at the end."""
     names = schedule.passes | passes_seen(schedule.ops)
     if not names & {"shards", "reductions"}:
         return

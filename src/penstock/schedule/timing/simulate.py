@@ -31,8 +31,6 @@ from penstock.schedule.timing.costs import Costs, given_costs, memory_by_op
 from penstock.schedule.timing.timeline import Need, Span, Timeline, peaks
 from penstock.schedule.timing.wires import Wires
 
-__all__ = ["Spread", "priced_pairs", "simulate", "what_if"]
-
 
 def simulate(
     schedule: Schedule,
@@ -91,7 +89,7 @@ def simulate(
 
 
 def _updates(columns: Columns, steps: int, update: float) -> Waits:
-    """Between two steps of a rank its weights are updated: the first part of a step waits for that."""
+    """Make the first part of a step wait for the update of its rank's weights, which comes between two steps."""
     import numpy as np
 
     counts = np.diff(columns.starts) // steps
@@ -102,7 +100,7 @@ def _updates(columns: Columns, steps: int, update: float) -> Waits:
 
 
 def priced_pairs(columns: Columns, costs: Costs) -> tuple[Columns, Array]:
-    """The parts, of pairs only those in one cell that the costs say run together; and the share of each such pair."""
+    """Return the parts, paired only where the costs say that both run together, and the share of each such pair."""
     import numpy as np
 
     second = columns.second if costs.overlap is not None else columns.second[:0]
@@ -115,7 +113,7 @@ def priced_pairs(columns: Columns, costs: Costs) -> tuple[Columns, Array]:
 
 
 def _lengths(schedule: Schedule, columns: Columns, shares: Array, costs: Costs, jitter: float, seed: int) -> Array:
-    """What each part takes, by op, stage and microbatch; what is no compute takes nothing."""
+    """Return how long each part takes, by op, stage and microbatch; what is no compute takes nothing."""
     import numpy as np
 
     times = np.zeros((len(Op), schedule.stages))
@@ -139,7 +137,7 @@ class _Times:
 
         self.schedule, self.columns = schedule, columns
         self.ends = ends[: columns.size]
-        self.free = np.concatenate(([0.0], self.ends[:-1]))  # when the rank could start
+        self.free = np.concatenate(([0.0], self.ends[:-1]))  # Time at which the rank could start.
         self.free[columns.starts[:-1]] = 0.0
         self.starts = self.free.copy()
         np.maximum.at(self.starts, waits.event, ends[waits.on] + waits.delay)
@@ -214,7 +212,7 @@ class _Arrivals:
 
 
 def peak_memory(schedule: Schedule, costs: Costs, columns: Columns | None = None) -> tuple[float, ...]:
-    """The most memory that each rank holds: the order of its actions says it, whatever they take."""
+    """Return the most memory that each rank holds: the order of its actions says it, whatever they take."""
     none = [0.0] * schedule.stages
     return tuple(alone for alone, _ in peaks_with_gradients(schedule, costs, none, none, columns))
 
@@ -226,7 +224,7 @@ def peaks_with_gradients(
     early: Sequence[float],
     columns: Columns | None = None,
 ) -> list[tuple[float, float]]:
-    """The most memory that each rank holds: of activations alone, and together with the gradients that are there.
+    """Return the most memory that each rank holds: of activations alone, and together with the gradients that exist.
 
     The gradients of a stage, `gradients` by stage, are there from the end of its first `B` or `W` on; while that runs,
     they need `early` more than later ones.

@@ -14,8 +14,6 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.timing.costs import Costs
 from penstock.schedule.timing.simulate import simulate
 
-__all__ = ["SteadyState", "steady_state"]
-
 FIRST, LAST = 4, 32  # steps that are simulated, at first and at most
 
 
@@ -50,7 +48,7 @@ def steady_state(schedule: Schedule, costs: Costs | None = None, *, update: floa
 
 
 def _period(ends: list[list[float]], last: bool) -> float | None:
-    """The time between the ends of steps, once all ranks have the same; the mean, where steps differ by turns."""
+    """Return the time between the ends of steps, once all ranks have the same; if steps differ by turns, the mean."""
     between = [after - before for row in ends for before, after in pairwise(row[-3:])]
     if max(between, default=0.0) - min(between, default=0.0) <= 1e-9 * max(map(max, ends), default=0.0):
         return max(between, default=0.0)

@@ -18,9 +18,8 @@ from penstock.schedule.columns import Columns
 from penstock.schedule.dependencies import Value, makes, needs
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Span", "Timeline", "Wall"]
-
-WAITED = 0.05  # of the mean span: a shorter measured wait is what it costs to take what had come
+# Share of the mean span: a shorter measured wait is what it costs to take a message that had come.
+WAITED = 0.05
 
 
 class Span(NamedTuple):
@@ -77,10 +76,10 @@ class Times(Protocol):
     busy: tuple[float, ...]
 
     def spans(self) -> tuple[Span, ...]:
-        """The spans, rank by rank."""
+        """Return the spans, rank by rank."""
 
     def step_ends(self, steps: int) -> list[list[float]]:
-        """Of each rank that computes, when it ends each of so many steps."""
+        """Return when each rank that computes ends each of so many steps."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +102,13 @@ class Timeline:
     schedule: Schedule
     spans: tuple[Span, ...]
     peak_activations: tuple[int, ...] = ()  # microbatch-stages in flight, by rank
-    peak_memory: tuple[float, ...] = ()  # by rank, in the costs' unit
+    peak_memory: tuple[float, ...] = ()  # By rank, in the costs' unit.
     chores: tuple[Span, ...] = ()  # measured: sends and sharding, which are no computes
     walls: tuple[Wall, ...] = ()  # measured: by rank
     clock_error: float = 0.0  # measured on several hosts: how far their clocks may still be apart
     unit: str = ""  # "s" where it was measured; a simulation has the unit of its costs
     cores: int = 0  # measured on the CPUs of one host: that ranks share; 0 where it is not known
-    # when what a compute reads was there on a rank; without it, a value is there when it is made
+    # Times at which what a compute reads was there on a rank; without it, a value is there when it is made.
     arrival: Callable[[Need, int], float] | None = field(default=None, compare=False, repr=False)
 
     def fill(self, spans: Iterable[Span], chores: Iterable[Span] = (), walls: Iterable[Wall] = ()) -> None:
@@ -127,7 +126,7 @@ class Timeline:
 
     @classmethod
     def simulated(cls, schedule: Schedule, times: Times, **facts: Any) -> Timeline:
-        """A timeline that builds its spans only when they are asked for. For code that simulates.
+        """Make a timeline that builds its spans only when they are asked for. For code that simulates.
 
         Args:
             schedule: The schedule.
@@ -139,14 +138,14 @@ class Timeline:
         timeline.__dict__.update(_times=times, start=times.start, makespan=times.makespan, busy=times.busy)
         return timeline
 
-    def __getattr__(self, name: str) -> Any:  # only of what is not there yet
+    def __getattr__(self, name: str) -> Any:  # Only names that are not in the instance yet come here.
         if name != "spans" or "_times" not in self.__dict__:
             raise AttributeError(f"a Timeline has no {name!r}")
         spans = self.__dict__["spans"] = self.__dict__["_times"].spans()
         return spans
 
     def step_ends(self, steps: int) -> list[list[float]]:
-        """Of each rank that computes, when it ends each of the steps that were simulated back to back.
+        """Return when each rank that computes ends each of the steps that were simulated back to back.
 
         Args:
             steps: How many there were.
@@ -259,7 +258,7 @@ class Timeline:
             path.append(chosen)
 
     def needed_by(self, span: Span) -> list[tuple[Need, Span]]:
-        """What the computes of a span read, each with the span that made it.
+        """Return what the computes of a span read, each with the span that made it.
 
         Args:
             span: The span that reads.
@@ -273,7 +272,7 @@ class Timeline:
         return found
 
     def waited_for(self, span: Span) -> Span | None:
-        """The span on another rank that made what a span waited for last; `None` if nothing comes from another rank.
+        """Return the span on another rank that made what a span waited for last, or `None` if nothing comes from there.
 
         Args:
             span: The span that waited.
@@ -283,7 +282,7 @@ class Timeline:
         return max(away, key=lambda entry: entry[:2])[2] if away else None
 
     def has_waited(self, span: Span) -> bool:
-        """Whether a span waited longer than it takes to fetch a value that is already there.
+        """Return whether a span waited longer than it takes to fetch a value that is already there.
 
         Args:
             span: The span.
@@ -295,7 +294,7 @@ class Timeline:
         return WAITED * sum(self.busy) / len(self.spans) if self.measured and self.spans else 0.0
 
     def _there(self, need: Need, maker: Span, span: Span) -> float:
-        """When what `maker` made was there for `span`: known to a simulation, told by the wait in a run."""
+        """Return when what `maker` made was there for `span`: a simulation knows it, and in a run the wait shows it."""
         if self.arrival is not None:
             return self.arrival(need, span.rank)
         return span.start if maker.rank != span.rank and self.has_waited(span) else maker.end
@@ -317,7 +316,7 @@ class Timeline:
 
 
 def peaks(columns: Columns, forward_only: bool) -> tuple[int, ...]:
-    """The most microbatch-stages that each rank holds at once: F takes one, B or W gives it back.
+    """Return the most microbatch-stages that each rank holds at once: F takes one, B or W gives it back.
 
     Without a backward, a forward holds nothing when it is done.
     """

@@ -17,14 +17,12 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.timing.costs import Costs
 from penstock.schedule.topology import links
 
-__all__ = ["Wires"]
-
 
 class _Kind(NamedTuple):
     """The messages of one link in one direction that occupy it."""
 
     way: int  # number of the ordered pair of ranks
-    bases: tuple[int, ...]  # where they arrive
+    bases: tuple[int, ...]  # Positions at which they arrive.
     occupied: float
 
 
@@ -40,7 +38,8 @@ class Wires:
 
         self._table, self._columns = table, columns
         self._delay = np.zeros(len(table.names))
-        self._message = np.full(len(table.names), -1)  # by name of the table: its kind of message, if it queues
+        # Indexed by name of the table: its kind of message, if it queues.
+        self._message = np.full(len(table.names), -1)
         ways: dict[tuple[int, int], int] = {}
         self._kinds: list[_Kind] = []
         for link in links(schedule.placement, schedule.topology):
@@ -72,7 +71,7 @@ class Wires:
         occupied = np.repeat([kind.occupied for kind in self._kinds], count) * np.tile(scale, len(self._kinds))
         self.lengths = occupied[order]
         self.never = size + len(order)
-        self._event = np.empty(len(order), dtype=np.int64)  # by kind and microbatch
+        self._event = np.empty(len(order), dtype=np.int64)  # Indexed by kind and microbatch.
         self._event[order] = np.arange(size, self.never)
         event = [np.tile(self._event[k * count : (k + 1) * count], len(made[k])) for k in range(len(made))]
         on = np.concatenate([by_base.ravel() for by_base in made] or [makers]).astype(np.int64)
@@ -80,7 +79,7 @@ class Wires:
         self.waits = Waits(np.concatenate(event or [self._event]), on, np.zeros(len(on)))
 
     def carried(self, needs: Needs) -> tuple[Array, Array]:
-        """(event, delay): what brings each needed value, and how long after its end the value is there."""
+        """Return (event, delay): what brings each needed value, and how long after its end the value is there."""
         import numpy as np
 
         name, microbatch = np.divmod(needs.position, self._table.microbatches)

@@ -2,47 +2,18 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from penstock.errors import UsageError
 from penstock.files import TOKENIZER_FILES
 from penstock.train.config.settings import TrainConfig
 from penstock.train.data.paths import holds_rows
 
-if TYPE_CHECKING:
-    from penstock.train.data.tokenizer import Tokenizer
-
-
-class Codec(Protocol):
-    """Text to tokens and back. `end` is the token after which nothing more is written."""
-
-    end: int | None
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a prompt."""
-
-    def encode_question(self, text: str) -> list[int]:
-        """The tokens of a question to a model that was trained on chats."""
-
-    def reader(self) -> Reader:
-        """What turns tokens into text as they come."""
-
-
-class Reader(Protocol):
-    """Tokens in, text out: what has become readable with each token."""
-
-    def add(self, token: int) -> str:
-        """The text that this token adds."""
-
-    def finish(self) -> str:
-        """What is left."""
-
 
 class ByteCodec:
-    """Every token is a byte."""
+    """Every token is a byte. `end`, here and in the other codec, is the token after which nothing more is written."""
 
     end: int | None = None
 
@@ -52,19 +23,8 @@ class ByteCodec:
     def encode_question(self, text: str) -> list[int]:
         raise UsageError("--chat needs a tokenizer with a chat template, and this model reads bytes; give --prompt")
 
-    def reader(self) -> Reader:
-        return _ByteReader()
-
-
-class _ByteReader:
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def add(self, token: int) -> str:
-        return self._decoder.decode(bytes([token]))
-
-    def finish(self) -> str:
-        return self._decoder.decode(b"", final=True)
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
 
 
 class TokenizerCodec:
@@ -74,7 +34,8 @@ class TokenizerCodec:
         from penstock.train.data.tokenizer import open_tokenizer  # needs a library, and may load transformers
 
         self._own = open_tokenizer(path, end)
-        self.end = self._own.end
+        self.end: int | None = self._own.end
+        self.decode = self._own.decode
 
     def encode(self, text: str) -> list[int]:
         found = self._own.begun(self._own.encode(text))
@@ -87,25 +48,27 @@ class TokenizerCodec:
 
         return self._own.encode(question_of(self._own, text), special=False)
 
-    def reader(self) -> Reader:
-        return _TokenReader(self._own)
+
+Codec = ByteCodec | TokenizerCodec
 
 
-class _TokenReader:
-    """A token may be a part of a character, so text is written once it is certain."""
+class Reader:
+    """Turns tokens into text as they come. A token may be a part of a character: text comes once it is certain."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._own = tokenizer
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
         self._tokens: list[int] = []
         self._written = 0
 
     def add(self, token: int) -> str:
+        """Return the text that this token adds."""
         self._tokens.append(token)
-        text = self._own.decode(self._tokens)
+        text = self._codec.decode(self._tokens)
         return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._new(text)
 
     def finish(self) -> str:
-        return self._new(self._own.decode(self._tokens))
+        """Return what is left."""
+        return self._new(self._codec.decode(self._tokens))
 
     def _new(self, text: str) -> str:
         new, self._written = text[self._written :], len(text)

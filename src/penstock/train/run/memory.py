@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from penstock.devices import on_accelerator
+from penstock.schedule.files.drawing import table
 from penstock.train.run.allocations import Allocations, StepPeaks, bytes_of, counted_step
 from penstock.train.run.progress import memory_now
-from penstock.view.figures import table
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -23,7 +23,7 @@ from penstock.view.figures import visible
 
 
 @dataclass(frozen=True)
-class Reading:
+class StepFigures:
     """The figures of one step."""
 
     step: int
@@ -72,14 +72,14 @@ class Progress:
         self._every = every
         self._stream = stream
         self._live: Live | None = None
-        self._last: Reading | None = None
+        self._last: StepFigures | None = None
         if stream is not None:
             self._console = _Console(file=stream, highlight=False, soft_wrap=True)
             if self._console.is_terminal and os.environ.get("TERM") != "dumb":
                 self._live = Live(console=self._console, auto_refresh=False, transient=False)
                 self._live.start()
 
-    def show(self, reading: Reading) -> None:
+    def show(self, reading: StepFigures) -> None:
         if self._stream is None:
             return
         if reading.validation is None and self._last is not None:  # stays in sight until there is a newer one

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import statistics
 from contextlib import ExitStack
 from typing import Any
@@ -20,14 +19,12 @@ from penstock.schedule.files.timeline_json import to_json
 from penstock.train.config.device import device_of
 from penstock.train.config.settings import TrainConfig
 from penstock.train.run.run_folder import RunFolder
-from penstock.view.account import account
 from penstock.view.recorded import Recorded, RecordedSteps, run_notes
 from penstock.writing import write_whole
 
 MOST = 15  # timelines that are in memory, the newest
 MOST_SPANS = 300_000  # in all of them; at least three are kept
 LISTED = 1000  # recorded steps whose times are kept
-COMPARED, MOST_COMPARED = 6, 5_000  # recorded steps whose advice is compared at the end, and the most spans of one
 
 
 class Recordings:
@@ -83,33 +80,13 @@ class Recordings:
         if typical.step != self._written:
             write_whole(self._folder.timeline, to_json(shown))
             self._written = typical.step
-        self._note()
+        document = {"typical": typical.step, "of": len(self._list[-MOST:]), **self._cores, "steps": self._list}
+        write_whole(self._folder.recorded, json.dumps(document) + "\n")
 
     def _typical(self) -> tuple[Recorded, Timeline]:
         """Of the timelines in memory, the one nearest to the median of all that were recorded lately."""
         middle = statistics.median_low([entry.makespan for entry in self._list[-MOST:]])
         return min(self._kept, key=lambda each: abs(each[0].makespan - middle))
-
-    def finish(self) -> None:
-        """At the end of a run: find out whether other recorded steps lead to the same advice as the typical one."""
-        if not self._kept:
-            return
-        _, shown = self._typical()
-        others = [timeline for _, timeline in self._kept if timeline is not shown][-COMPARED:]
-        if others and len(shown.spans) <= MOST_COMPARED:
-            wanted = _subject(shown)
-            self._note(agree=sum(_subject(other) == wanted for other in others), asked=len(others))
-
-    def _note(self, **more: int) -> None:
-        typical, _ = self._typical()
-        document = {"typical": typical.step, "of": len(self._list[-MOST:]), **self._cores, **more, "steps": self._list}
-        write_whole(self._folder.recorded, json.dumps(document) + "\n")
-
-
-def _subject(timeline: Timeline) -> str:
-    """What the advice drawn from a step is about, without its figures."""
-    found = account(timeline).findings
-    return re.sub(r"[\d.,]+ ?(%|s|ms|us|times)", "", f"{found[0].kind}: {found[0].fact}") if found else ""
 
 
 def _ranks_here(config: TrainConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from penstock.train.run.metrics import Metrics
-from penstock.train.run.progress import Pace, Progress, Reading
+from penstock.train.run.progress import Pace, Progress, StepFigures
 from penstock.view.recorded import Recorded
 
 if TYPE_CHECKING:
@@ -61,7 +61,9 @@ class Reporter:
                 skipped=None if trained.updated else True,
             )
         self._idle = recorded.idle if recorded is not None else self._idle
-        reading = Reading(step, self._steps, loss, lr, norm, pace.rate, max(memory), self._idle, left, validation, mfu)
+        reading = StepFigures(
+            step, self._steps, loss, lr, norm, pace.rate, max(memory), self._idle, left, validation, mfu
+        )
         self.progress.show(reading)
 
     def close(self) -> None:

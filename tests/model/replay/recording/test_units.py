@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from model import containers
 from model.containers import EVERY, GPT, Entered, Grouped, Looped, Mixture, Towers, batch
 from model.nets import square, trains
-from tiers import mostly_slow
+from tiers import by_turns, mostly_slow
 from torch import nn
 
 import penstock
@@ -29,15 +30,19 @@ def shares(staged: StagedModel) -> list[float]:
     return [sum(value.numel() for value in part.module.parameters()) / total for part in staged.parts]
 
 
-@pytest.mark.parametrize(("kind", "stages"), mostly_slow(itertools.product(EVERY, [2, 4]), *((k, 2) for k in EVERY)))
+@pytest.mark.parametrize(("kind", "stages"), by_turns(EVERY, [2, 4], fast=[(k, 2) for k in EVERY[::3]]))
 def test_blocks_in_any_container_are_exact_over_two_steps(kind: type[nn.Module], stages: int) -> None:
     torch.manual_seed(0)
     model, x = kind(), batch(kind)
     assert trains(model, x, stages=stages) < 1e-6  # a CutWarning would be an error here
 
 
-@pytest.mark.parametrize("balance", [None, "parameters", "memory", {"*": 1}])
-@pytest.mark.parametrize("kind", EVERY)
+BALANCES: list[Any] = [None, "parameters", "memory", {"*": 1}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "balance"), by_turns(EVERY, BALANCES, fast=[(k, BALANCES[row % 4]) for row, k in enumerate(EVERY)])
+)
 def test_no_block_of_any_container_is_in_two_stages_and_none_is_left_with_the_rest(
     kind: type[nn.Module], balance: object
 ) -> None:
@@ -65,7 +70,7 @@ def test_counts_and_names_count_every_block() -> None:
     assert by_count.balance == by_name.balance == (3, 5)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("stages", mostly_slow([2, 4], 2))
 def test_the_graph_of_a_list_in_a_dict_comes_apart_too(stages: int) -> None:
     options = penstock.CutOptions(method="graph")
     found = cut_model(GPT(), stages, example=(batch(GPT)[:2],), options=options)

@@ -81,7 +81,7 @@ def trained(kind: str, options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["one", "several", "lengths"], "several", "lengths"))
+@pytest.mark.parametrize("kind", mostly_slow(["one", "several", "lengths"], "lengths"))
 @pytest.mark.parametrize("schedule", mostly_slow(["1f1b", "zb-v"], "1f1b"))
 def test_a_message_is_one_operation_whatever_its_shapes_and_waits_for_no_device(schedule: str, kind: str) -> None:
     """Each tensor was one operation, and one of another length, or at another address, went through the host."""
@@ -198,6 +198,7 @@ def goes_on_while_a_kernel_hangs() -> Any:
         transport.flush()
         transport.exchange("sent")
         pretend.let_go()
+        transport.close()  # which waits for its device: a process that ends takes what it still sends along
         return None
     values = [transport.receive(0, microbatch) * 10 for microbatch in range(3)]
     computed = torch.Event(device=on)
@@ -341,7 +342,7 @@ def fails_once(how: str, who: int) -> Any:
 
 @pytest.mark.parametrize(
     ("how", "who"),
-    mostly_slow([(how, who) for how in ("an error", "memory") for who in (0, 1)], ("an error", 1), ("memory", 1)),
+    mostly_slow([(how, who) for how in ("an error", "memory") for who in (0, 1)], ("memory", 1)),
 )
 def test_after_a_failure_on_a_device_the_next_step_is_exact(how: str, who: int) -> None:
     """A drain waited twice for what a device brings, or had no memory for it."""

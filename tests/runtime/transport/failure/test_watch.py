@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from deadlines import SOON, TIMEOUT
-from tiers import mostly_exhaustive, mostly_slow
+from tiers import in_tiers, mostly_exhaustive, mostly_slow
 from transport_harness import Outcome, run, values
 from transports import ON_PROCESSES
 
@@ -61,17 +61,17 @@ def living(outcomes: list[Outcome], victim: int) -> list[Any]:
     return [outcome.get() for rank, outcome in enumerate(outcomes) if rank != victim]
 
 
+KILLED = [
+    (victim, f"{name}{store}")
+    for name in ON_PROCESSES
+    for victim, store in ((0, ""), (1, "-tcp"), (2, ""), (2, "-tcp"))
+]
+SLOW = [(1, "shared-tcp"), (2, "shared"), (0, "distributed")]
+
+
 @pytest.mark.parametrize(
     ("victim", "kind"),
-    mostly_slow(
-        [
-            (victim, f"{name}{store}")
-            for name in ON_PROCESSES
-            for victim, store in ((0, ""), (1, "-tcp"), (2, ""), (2, "-tcp"))
-        ],
-        (2, "distributed-tcp"),
-        (0, "shared"),
-    ),
+    in_tiers(KILLED, [(2, "distributed-tcp")], [each for each in KILLED if each not in SLOW]),
 )
 def test_a_rank_that_is_killed_is_named_by_all_others_at_once(victim: int, kind: str) -> None:
     outcomes = run(kind, loses_a_rank, ranks=3, timeout=TIMEOUT, victim=victim, how=signal.SIGKILL)
@@ -85,9 +85,10 @@ def test_a_rank_that_is_killed_is_named_by_all_others_at_once(victim: int, kind:
 
 @pytest.mark.parametrize(
     ("victim", "kind"),
-    mostly_slow(
+    in_tiers(
         [(victim, f"{name}{store}") for name in ON_PROCESSES for victim, store in ((2, "-tcp"), (1, ""))],
-        (2, "shared-tcp"),
+        [(2, "shared-tcp")],
+        [(1, "shared"), (2, "distributed-tcp")],
     ),
 )
 def test_a_rank_that_is_stopped_is_named_by_all_others_after_the_timeout(victim: int, kind: str) -> None:
@@ -130,26 +131,46 @@ def test_the_blame_goes_to_the_rank_at_the_end_of_the_chain_of_waits(kind: str) 
         assert timeout * 0.9 < seconds < SOON
 
 
-def device_waits_for_a_stopped_rank(transport: Any) -> Any:
-    """Rank 0's host waits for nobody that it knows of, as one that reads a number of the device; its device does."""
+def device_waits_for_a_lost_rank(transport: Any, victim: int, how: int) -> Any:
+    """The survivor's host waits for nobody that it knows of, as one that reads a number of its device does."""
     transport.open(PAIR)
     transport.describe_by(lambda: f"at {transport.rank}F0")
     transport.exchange(None)
     watch, ended = transport.watch, threading.Event()
-    if transport.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if transport.rank == victim:
+        os.kill(os.getpid(), how)
     watch.abort_device = ended.set
     start = time.monotonic()
-    watch.device_waiting = lambda: Waiting(1, PAIR[1], 0, start)
+    watch.device_waiting = lambda: Waiting(victim, PAIR[victim], 0, start)
     released = ended.wait(SOON)
     return released, time.monotonic() - start, str(transport.broken)
 
 
 def test_a_device_that_waits_for_a_rank_that_stands_still_is_released_and_the_rank_named() -> None:
     """A kernel that waits is no wait of the host: nobody looked at it, and it stayed for ever."""
-    outcomes = run("distributed", device_waits_for_a_stopped_rank, timeout=2.0)
+    outcomes = run("distributed", device_waits_for_a_lost_rank, timeout=2.0, victim=1, how=signal.SIGSTOP)
     ((released, seconds, text),) = living(outcomes, 1)
     assert released
     assert seconds > 1.5
     assert "rank 1 failed" in text
     assert "silent for 2 s" in text
+
+
+@pytest.mark.parametrize("kind", mostly_slow(["distributed", "distributed-tcp"], "distributed-tcp"))
+@pytest.mark.parametrize("victim", mostly_slow([0, 1], 0))
+def test_a_device_that_waits_for_a_rank_that_died_is_released_long_before_the_timeout(kind: str, victim: int) -> None:
+    """Only a host that waits in gloo hears of a death. Where only its device waited, the rank was named at the
+    timeout, and never if it hosted the store (rank 0 of `tcp`)."""
+    outcomes = run(kind, device_waits_for_a_lost_rank, timeout=60.0, victim=victim, how=signal.SIGKILL)
+    ((released, _, text),) = living(outcomes, victim)
+    assert released
+    assert f"rank {victim} failed" in text
+    assert "died or left" in text
+
+
+@pytest.mark.slow
+def test_a_rank_that_stands_still_while_a_device_waits_is_released_though_the_store_is_silent() -> None:
+    outcomes = run("distributed-tcp", device_waits_for_a_lost_rank, timeout=2.0, victim=0, how=signal.SIGSTOP)
+    ((released, _, text),) = living(outcomes, 0)
+    assert released
+    assert "rank 0 failed" in text

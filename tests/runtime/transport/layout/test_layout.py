@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.runtime.state.memory import phase_of
+from penstock.runtime.state.memory_layout import phase_of
 from penstock.runtime.transport.layout.layout import Frame, Layout, flatten
 from penstock.runtime.transport.layout.tensor_places import DIRECT_BYTES, HEADER_BYTES
 

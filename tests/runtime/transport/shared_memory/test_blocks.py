@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiers import mostly_slow
+from tiers import mostly_exhaustive
 from transport_harness import run, values
 
 from penstock.runtime.transport import Channel
@@ -77,7 +77,7 @@ def checks_what_it_holds(transport: Any, count: int, steps: int, seed: int) -> i
     return checked
 
 
-@pytest.mark.parametrize("seed", mostly_slow([0, 1], 0))
+@pytest.mark.parametrize("seed", mostly_exhaustive([0, 1], 0))
 def test_a_block_in_use_is_never_written(seed: int) -> None:
     assert values(run("shared", checks_what_it_holds, count=600, steps=3, seed=seed))[1] == 1800
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.model.replay.tree import OWN
+from penstock.model.original.settings import OWN
 
 Listener = Callable[[nn.Module, str, bool], None]  # (module, attribute, whether it was written)
 

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, PenstockError, UsageError
-from penstock.model.counted_runs import DRY, EVERYWHERE, run_as
 from penstock.model.replay.checkpointed_units import check_reentrant
 from penstock.model.replay.recording.marks import Reads, fresh
 from penstock.model.replay.recording.nested_values import tensors_in
@@ -37,6 +36,7 @@ from penstock.model.replay.tree import stage_tree
 from penstock.model.replay.unit_state.glue_state import GlueState
 from penstock.model.replay.unit_state.shared_state import UnitStateFollower
 from penstock.model.replay.unit_state.sinks import Sinks, install_collectors
+from penstock.model.run_kind import DRY, EVERYWHERE, run_as
 
 Instead = Callable[[str], Callable[..., Any]]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from penstock.model.replay.tree import OWN
-from penstock.model.use_names import dotted_name
+from penstock.model.names import dotted_name
+from penstock.model.original.settings import OWN
 
 PLAIN = (int, float, str, bytes, torch.Size, torch.dtype, torch.device)
 CONTAINERS = (list, tuple, dict, set, deque)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,11 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
+from penstock.model.original.settings import CONTAINERS, DEPTH, OWN
 from penstock.model.random_states import generators_of, global_states, put_back, states_of
-from penstock.model.replay.tree import OWN
-
-CONTAINERS = frozenset({list, tuple, set, deque, dict, OrderedDict, defaultdict, Counter})
-DEPTH = 4  # of containers in containers that a module has as attributes
 
 
 class OutsideChanges:

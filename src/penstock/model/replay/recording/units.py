@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from penstock.errors import ModelError
+from penstock.model.names import dotted_name, name_and_use
 from penstock.model.replay.recording.unit_calls import ForwardRecording
-from penstock.model.use_names import dotted_name, name_and_use
 
 LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 

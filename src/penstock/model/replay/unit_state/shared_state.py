@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from penstock.errors import ModelError
+from penstock.model.names import dotted_name
+from penstock.model.original.settings import OWN
 from penstock.model.replay.recording.access import watch_access
 from penstock.model.replay.recording.nested_values import tensors_in
 from penstock.model.replay.recording.snapshot import changes_in_place, frozen
 from penstock.model.replay.recording.unit_calls import STATE, ForwardRecording, KeptState, Mark
 from penstock.model.replay.recording.unit_marks import UnitMarks
-from penstock.model.replay.tree import OWN
 from penstock.model.replay.unit_state.glue_state import GlueState
-from penstock.model.use_names import dotted_name
 
 StateKey = tuple[str, str] | int  # a module's name and an attribute of it; of what changes in place, its identity
 

@@ -50,15 +50,18 @@ from penstock.runtime.transport.distributed.transfers import BackendTransfers, P
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting, different_calls
 from penstock.runtime.transport.failure.own_state import held_weakly
-from penstock.runtime.transport.failure.peer_failures import after_loss
+from penstock.runtime.transport.failure.peer_failures import after_loss, stopped_by_force
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.handover import Rewritten
 from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.layout.layout import Book
 
-CHANNELS = 0x1FFF  # at most, in one program
+CHANNELS = 0x1FFF  # The most in one program.
 FIRST_TAG = 0x4000_0000  # far from what users choose; then 5 bits of transport, 13 of channel, 12 within the channel
-CONTROL_TAG = CHANNELS * SUBTAGS  # after the last channel: the exchange, and cutting
+# The exchange and cutting use the tags after the last channel's.
+CONTROL_TAG = CHANNELS * SUBTAGS
+
+_PROBE = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
 # Of transports that are gone: gloo reads no further from a peer where the memory of a receive that it has is gone.
 _abandoned: list[list[tuple[torch.Tensor, Any]]] = []
@@ -117,17 +120,17 @@ class DistributedTransport(Transport):
             *(member.store, member.store_host, self._prefix, self.rank, self.ranks, timeout, close),
             *(self._make_bell(), clock),
         )
-        self.watch.own.call = held_weakly(self._current_call, "")
+        this = weakref.ref(self)
+        self.watch.own.call = lambda: getattr(this(), "call", "")
         self.news = self.watch.news
-        self.watch.own.traffic = partial(
-            _traffic, weakref.ref(self)
-        )  # not of this transport, which it would keep alive
+        self.watch.own.traffic = partial(_traffic, this)  # not of this transport, which it would keep alive
         weakref.finalize(self, self.watch.stop)
         self._transfers = transfers = BackendTransfers(self.rank, member.backend, self.watch, timeout)
         tag = self._tag + CONTROL_TAG + 3
         self._links = Links(member, transfers, self._prefix, tag, self.device, seconds)
         self.watch.device_waiting, self.watch.abort_device = self._links.device_waiting, self._links.abort
-        weakref.finalize(self, self._links.forget)
+        self.watch.is_closed = partial(_is_closed, member.backend, self._tag + CONTROL_TAG + 4)
+        self.watch.free_device = self._links.free
         self._book = Book()
         self._max_sends = max_sends
         self._exchanger = Exchange(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._transfers)
@@ -136,9 +139,6 @@ class DistributedTransport(Transport):
         self._opened: dict[tuple[Channel, ...], ChannelEnds[Any, Any]] = {}
         self._next_channel = 0
         self._uncollected: Posted | None = None  # the exchange that was posted last
-
-    def _current_call(self) -> str:
-        return self.call
 
     @property
     def exchanges(self) -> int:
@@ -162,13 +162,13 @@ class DistributedTransport(Transport):
             raise UsageError(f"{len(checked)} channels; one program may have {CHANNELS}")
         if checked not in self._opened:
             if self._next_channel + len(checked) > CHANNELS:
-                self._next_channel = 0  # of so many programs, the first are long past
+                self._next_channel = 0  # Wraps around: after so many programs, the first are long past.
             self._opened[checked] = self._make_ends(checked, self._tag + self._next_channel * SUBTAGS)
             self._next_channel += len(checked)
         self.ends = self._opened[checked]
 
     def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
-        """The ends of these channels on this rank."""
+        """Make the ends of these channels on this rank."""
         self._links.connect(channels)
         return ChannelEnds.of(
             channels, self.rank, partial(self._make_incoming, tag), partial(self._make_outgoing, tag, self._max_sends)
@@ -183,7 +183,7 @@ class DistributedTransport(Transport):
         return DistributedOutgoing(channel, place, self._transfers, connection, self._book, max_sends)
 
     def _make_bell(self) -> Bell | None:
-        """What wakes the watches of other ranks, where something can."""
+        """Make what wakes the watches of other ranks, where something can."""
         return None
 
     def describe_link(self, source: int, target: int) -> str:
@@ -197,16 +197,21 @@ class DistributedTransport(Transport):
             for end in ends.outgoing.values()
             for microbatch in end.flush()
         ]
-        found += self._links.flush()
+        if self._links.devices:
+            found += self._links.flush()
         if found:
             raise Rewritten(*found[0])
 
     def exchange(self, value: Any) -> list[Any]:
         self._check_may_exchange()
         used = list(self._opened.values())
-        with self.to_its_end():
+        try:
             answers = self._collect(self._exchanger.post(self._transfers.exchanges, self.ends, used, self.call, value))
             self._end_step(used)
+        except KeyboardInterrupt as interrupt:  # It leaves half an exchange on the wires.
+            stopped = stopped_by_force(self.rank)
+            self.abort(stopped)
+            raise interrupt from stopped
         return self._agreed(answers)
 
     def post_exchange(self, value: Any) -> Callable[[], list[Any]]:
@@ -218,7 +223,7 @@ class DistributedTransport(Transport):
         return partial(self._collect_posted, posted)
 
     def _collect_posted(self, posted: Posted) -> list[Any]:
-        """What all ranks have said, or the error that this was; once that is known, the same whenever it is asked."""
+        """Return what all ranks reported, or raise the error that this was; once known, always the same."""
         if posted.errors:
             raise posted.errors[0]
         self.watch.own.collects = posted.step if posted.entry.call == self.call else None
@@ -229,7 +234,7 @@ class DistributedTransport(Transport):
             raise
         finally:
             self.watch.own.collects = None
-            if posted is self._uncollected and (posted.found or posted.errors):  # else Ctrl-C has ended the wait
+            if posted is self._uncollected and (posted.found or posted.errors):  # Otherwise Ctrl-C has ended the wait.
                 self._uncollected = None
 
     def known_answers(self) -> list[Any] | None:
@@ -237,7 +242,8 @@ class DistributedTransport(Transport):
         if posted is None or self.broken is not None:
             return None
         found = None
-        with suppress(MessageError, PeerFailure), self._leaving_no_disorder():  # whoever collects finds it broken
+        # Whoever collects finds it broken.
+        with suppress(MessageError, PeerFailure), self._leaving_no_disorder():
             found = self._exchanger.known(posted)
         return None if found is None else found.values
 
@@ -248,7 +254,7 @@ class DistributedTransport(Transport):
             raise after_loss(self.watch.verdict)
 
     def _collect(self, posted: Posted) -> Exchanged:
-        """What all ranks have said, unless their messages were not those of one program."""
+        """Return what all ranks reported, unless their messages were not those of one program."""
         with self._leaving_no_disorder():
             answers = self._exchanger.collect(posted)
             apart = different_calls(answers.calls) if answers.fault is not None else None
@@ -261,7 +267,7 @@ class DistributedTransport(Transport):
 
     @contextmanager
     def _leaving_no_disorder(self) -> Iterator[None]:
-        """Where messages are not those of one program, all ranks give up."""
+        """Make all ranks give up where messages are not those of one program."""
         try:
             yield
         except MessageError as error:
@@ -273,7 +279,8 @@ class DistributedTransport(Transport):
         self.watch.end_step()
         for ends in used:
             ends.end_step()
-        self._links.end_step()
+        if self._links.devices:
+            self._links.end_step()
 
     def _agreed(self, answers: Exchanged) -> list[Any]:
         apart = different_calls(answers.calls) if len(set(answers.calls)) > 1 else None
@@ -282,11 +289,11 @@ class DistributedTransport(Transport):
         return answers.values
 
     def name_axes(self, **axes: int) -> None:
-        """Which of several pipelines this is: failures here are named with `replica` and `shard`."""
+        """Name which of several pipelines this is: failures here are named with `replica` and `shard`."""
         self.watch.axes = axes
 
     def name_far_host(self, failure: PeerFailure) -> None:
-        """What to say where the store is gone, which another group's process had."""
+        """Set the failure to raise where the store is gone, which another group's process had."""
         if 0 not in dist.get_process_group_ranks(self._group) and not has_agent():
             self.watch.store_host.far = failure
 
@@ -301,7 +308,7 @@ class DistributedTransport(Transport):
 
     @contextmanager
     def in_other_group(self, leave: Callable[[PeerFailure], None]) -> Iterator[None]:
-        """Inside, this rank may wait for ranks of another group; `leave` ends that, if this group is lost meanwhile."""
+        """Surround waits for ranks of another group; `leave` ends them, if this group is lost meanwhile."""
         before, self.watch.leave_other_group = self.watch.leave_other_group, leave
         try:
             if self.watch.verdict is not None:
@@ -311,7 +318,7 @@ class DistributedTransport(Transport):
             self.watch.leave_other_group = before
 
     def reset(self) -> None:
-        """Nothing to forget after a drained step; a lost peer cannot be forgotten: the group must be rebuilt then.
+        """Do nothing after a drained step; a lost peer cannot be forgotten: the group must be rebuilt then.
 
         The predictions stay: they hold as long as both ends keep them.
         """
@@ -320,9 +327,10 @@ class DistributedTransport(Transport):
         self.flush()
 
     def close(self) -> None:
+        self._links.settle()
         self.watch.close()
         self._opened.clear()
-        self._links.close()
+        self._links.free()
         self._book.clear()
         self.ends = ChannelEnds((), self.rank)
 
@@ -330,7 +338,7 @@ class DistributedTransport(Transport):
 def _traffic(
     transport: weakref.ref[DistributedTransport], waiting: Waiting | None
 ) -> tuple[dict[int, int], tuple[int, int] | None]:
-    """How many messages of each channel a rank has sent in this step; and which one it waits for."""
+    """Return how many messages of each channel a rank has sent in this step; and which one it waits for."""
     found = transport()
     if found is None:
         return {}, None
@@ -338,8 +346,17 @@ def _traffic(
     return {index: end.count for index, end in found.ends.outgoing.items() if end.count}, awaited
 
 
+def _is_closed(backend: Any, tag: int, peer: int) -> bool:
+    """Return whether the connection to a rank is closed: gloo then refuses a send, and nobody receives one."""
+    try:
+        backend.send([_PROBE], peer, tag)
+    except RuntimeError:
+        return True
+    return False
+
+
 def _close_connections(backend: Any, seconds: Mapping[int, PeerConnection], tag: int, peer: int) -> None:
-    """A receive that times out closes all connections of this rank, and so frees its main thread."""
+    """Close all connections of this rank by a receive that times out, and so free its main thread."""
     for each in (PeerConnection(peer, backend, peer), *list(seconds.values())):
         with suppress(RuntimeError):
             each.backend.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], each.number, tag + 1).wait(

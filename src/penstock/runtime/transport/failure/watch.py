@@ -9,7 +9,8 @@ So each transport runs one thread that looks up, twice a second, a verdict that 
 process group:
 
 - A rank whose peer's connection closed raises an alarm that names that peer. The first alarm and the first verdict
-  stand, by the store's compare-and-set, so all ranks name the same culprit.
+  stand, by the store's compare-and-set, so all ranks name the same culprit. Where only its device waits, this thread
+  looks at the connection.
 - A rank that has waited for longer than the timeout raises an alarm that names nobody; on a machine so busy that this
   thread itself hardly ran meanwhile, it waits for up to three.
 - After an alarm all ranks say what they do, and a verdict follows, or the alarm is called off (`arbitration`).
@@ -44,13 +45,14 @@ from penstock.runtime.transport.failure.blame import Waiting, different_calls
 from penstock.runtime.transport.failure.bulletin import Bulletin
 from penstock.runtime.transport.failure.notes import STRANGER, Alarm, Tampered
 from penstock.runtime.transport.failure.own_state import OwnState
-from penstock.runtime.transport.failure.peer_failures import after_loss, placed
+from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss, placed
 from penstock.runtime.transport.failure.silence import Marks, Overdue
 from penstock.runtime.transport.failure.store_host import STORE_SECONDS, StoreHost
 
-BEAT_SECONDS = 0.5  # between two looks into the store
-DECISION_SECONDS = 6.0  # for the thread to find a verdict: the store's and some beats
-CALL_SECONDS = 1.0  # of waiting, before a rank says in which call it is
+BEAT_SECONDS = 0.5  # Between two looks into the store.
+# The thread must find a verdict within this time: the store's and some beats.
+DECISION_SECONDS = 6.0
+CALL_SECONDS = 1.0  # A rank waits so long before it reports in which call it is.
 SLOW_FACTOR = 4  # a store is silent only where it is so many times slower than it was
 
 
@@ -77,14 +79,17 @@ class Watch:
         self.waiting: Waiting | None = None
         self.own = OwnState(clock.now)
         self.store_host = StoreHost(store_host, rank)
-        self.axes: dict[str, int] = {}  # of this group among others: its replica and shard, for a failure's name
+        # The replica and shard of this group among others, for a failure's name.
+        self.axes: dict[str, int] = {}
         self.leave_other_group: Callable[[PeerFailure], None] | None = None  # ends a wait for ranks of another group
-        self.waits_in_other_group: Callable[[], bool] = lambda: False  # that group ends such a wait by itself
+        # Waits in another group are ended by that group.
+        self.waits_in_other_group: Callable[[], bool] = lambda: False
         self.ended: Callable[[PeerFailure], None] = lambda verdict: None  # told the verdict before anybody leaves
-        self.device_waiting: Callable[[], Waiting | None] = lambda: (
-            None
-        )  # what a device waits for, whatever its host does
+        # What a device waits for, whatever its host does.
+        self.device_waiting: Callable[[], Waiting | None] = lambda: None
+        self.is_closed: Callable[[int], bool] = lambda peer: False  # whether the connection to that rank is
         self.abort_device: Callable[[], None] = lambda: None  # ends that wait
+        self.free_device: Callable[[], None] = lambda: None  # ends the connections of the device
         # how the ranks talk to each other
         self._rank, self._ranks, self._timeout = rank, ranks, timeout
         self._beat = min(BEAT_SECONDS, timeout / 10)
@@ -97,14 +102,17 @@ class Watch:
         self._announced: PeerFailure | None = None
         self._news_lock = threading.Lock()
         self._proposal: PeerFailure | None = None
-        self._alarmed: PeerFailure | None = None  # whom the store's alarm names, as this rank has read it
+        self._alarmed: PeerFailure | None = None  # The rank that the store's alarm names, as this rank has read it.
         self._decided = clock.event()
+        self._probed: tuple[Waiting | None, float] = (None, 0.0)  # a wait of the device, how long it was at a look
         # the thread
         self._stood_still = 0.0  # seconds that this very thread did not run, where they were more than the timeout
-        self._stood_until = -math.inf  # when that was over
+        self._stood_until = -math.inf  # Time at which that was over.
         self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
         self._wake: Event | Bell = bell or clock.event()
         self._stopping = ranks == 1  # nobody to watch
+        # When to leave what the device of a dropped transport still waits for.
+        self._stop_by = math.inf
         self._thread = clock.worker(self._watch, f"penstock-watch-{rank}")
         if not self._stopping:
             self._thread.start()
@@ -131,14 +139,14 @@ class Watch:
         return self.verdict
 
     def _may_be_decided(self, begin: float) -> bool:
-        """Whether the thread, on a machine that may be busy, is still about to find the verdict."""
+        """Return whether the thread, on a machine that may be busy, is still about to find the verdict."""
         now = self.clock.now()
         asked = None if self._asker is None else self._asker.asked_at
         quick = now - max(begin, asked or begin) < DECISION_SECONDS
         return self._thread.is_alive() and (now - begin < DECISION_SECONDS or (quick and now - begin < MOST_SECONDS))
 
     def without_store(self, error: Exception) -> PeerFailure | RunError:
-        """What it means for the main thread that the store has gone: its host has, where a rank hosts it."""
+        """Return what it means for the main thread that the store has gone: its host has, where a rank hosts it."""
         if self.verdict is None:
             lost = self.store_host.gone()
             if lost is None:
@@ -148,7 +156,7 @@ class Watch:
         return after_loss(self.verdict)
 
     def find_culprit(self, peer: int) -> PeerFailure | None:
-        """A wait for this peer has failed, and it may not be to blame: have all ranks say for whom they wait."""
+        """Make all ranks report for whom they wait: a wait for this peer has failed, and it may not be to blame."""
         self.waiting = Waiting(peer, None, -1, 0.0)  # overdue
         self._wake.set()
         self._decided.wait(2 * DECISION_SECONDS)
@@ -167,9 +175,15 @@ class Watch:
             self.news.clear()
 
     def stop(self) -> None:
-        """Tell the threads to end, and do not wait for them: a finalizer runs on any thread, these two included."""
+        """Tell the threads to end, and do not wait for them: a finalizer runs on any thread, these two included.
+
+        A device may be far behind its host. What is under way on it, others wait for: it ends before the thread does.
+        """
+        self._stop_by = self.clock.now() + self._timeout
         self._stopping = True
         self._wake.set()
+        if not self._thread.is_alive():
+            self.free_device()
 
     def close(self) -> None:
         """End the threads."""
@@ -185,11 +199,13 @@ class Watch:
         try:
             self._run()
         finally:
+            if self._stopping:  # Otherwise the main thread uses it.
+                self.free_device()
             if self._asker is not None:
                 self._asker.stop()
 
     def _run(self) -> None:
-        gone: float | None = None  # since when there is no store
+        gone: float | None = None  # Time since which there is no store.
         while self.verdict is None:
             begin = self.clock.now()
             self._wake.wait(self._beat)
@@ -197,7 +213,7 @@ class Watch:
             if self.clock.now() - begin > self._timeout:
                 self._stood_until = self.clock.now()
                 self._stood_still = self._stood_until - begin
-            if self._stopping:
+            if self._stopping and (self.device_waiting() is None or self.clock.now() > self._stop_by):
                 return
             verdict = None
             if gone is None:
@@ -211,12 +227,13 @@ class Watch:
                         f"the store of the process group holds a {error} {STRANGER}",
                     )
                     with suppress(Exception):
-                        self._bulletin.tell_of_note()  # who wrote it did not: the others would not look
+                        # Whoever wrote it did not announce it: the others would not look.
+                        self._bulletin.tell_of_note()
                 except Exception:
                     gone = self.clock.now()
             if gone is not None:
                 verdict = self._after_store(gone)
-                if verdict is not None:  # of a rank that has left because this one stood still
+                if verdict is not None:  # The verdict is of a rank that has left because this one stood still.
                     verdict = self._own_stop() or verdict
             if verdict is not None:
                 if gone is None:
@@ -225,7 +242,7 @@ class Watch:
                 self._conclude(verdict)
 
     def _hand_on(self, verdict: PeerFailure) -> None:
-        """Say that this rank has read the verdict; where its process hosts the store, wait until all others have.
+        """Report that this rank has read the verdict; where its process hosts the store, wait until all others have.
 
         It may leave as soon as it knows. The others would then find the store gone, and blame this rank. Those that
         have answered the alarm are alive: on a busy machine they may take longer, and are waited for.
@@ -256,7 +273,7 @@ class Watch:
         self._free()
 
     def _free(self) -> None:
-        """A connection that is closed already closes no other: try each, as long as the main thread waits."""
+        """Try each connection as long as the main thread waits: one that is closed already closes no other."""
         for peer in [rank for rank in range(self._ranks) if rank != self._rank] * 2:
             for _ in range(10):
                 if self.waiting is None or self._stopping:
@@ -265,7 +282,7 @@ class Watch:
             self.close_connections(peer)
 
     def _look(self) -> PeerFailure | None:
-        """One beat: take part in what the store says, and say what this rank has to."""
+        """Run one beat: take part in what the store shows, and report what this rank has to."""
         self.own.look(self.waiting)
         step = self.own.step
         has_notes = self._bulletin.has_changed(step)
@@ -276,7 +293,7 @@ class Watch:
             self._read_news()
         self._overdue.in_other_group.tell(self.leave_other_group is not None or self.waits_in_other_group())
         self._overdue.compiling.tell(is_compiling())
-        waiting, proposal = self.waiting or self.device_waiting(), self._proposal
+        waiting, proposal = self._awaited(), self._proposal or self._lost_by_device()
         if proposal is not None:
             proposal = self._own_stop() or proposal
         mine: Alarm | None = None
@@ -296,8 +313,29 @@ class Watch:
         self._bulletin.has_looked(step)
         return None
 
+    def _awaited(self) -> Waiting | None:
+        """Return what this rank waits for: its main thread or, where that is in no wait of ours, its device."""
+        return self.waiting or self.device_waiting()
+
+    def _lost_by_device(self) -> PeerFailure | None:
+        """Return the failure of the rank that the device waits for, if the connection to its process is closed.
+
+        A look leaves a few bytes behind on both ranks, so each comes after twice the wait of the one before.
+        """
+        waiting, (before, waited) = self.device_waiting(), self._probed
+        if waiting is None or waiting != before or self._stopping:  # the user may have destroyed a dropped group
+            self._probed = waiting, 0.0
+            return None
+        now = self.clock.now() - waiting.since
+        if now < max(2 * waited, min(CALL_SECONDS, self._timeout / 4)):
+            return None
+        self._probed = waiting, now
+        # A rank that has left first saw the last of its transfers end: this rank asks its device once more.
+        is_lost = self.is_closed(waiting.peer) and self.device_waiting() == waiting
+        return waiting.blame(self._rank, CONNECTION_CLOSED) if is_lost else None
+
     def _compare_calls(self, waiting: Waiting | None) -> PeerFailure | None:
-        """Once this rank has waited for a while: who is in another call, if all ranks wait and one is."""
+        """Find who is in another call, once this rank has waited for a while and all ranks wait."""
         patience = min(CALL_SECONDS, self._timeout / 4)
         step, call = self.own.call_step, self.own.call()
         if waiting is None or not call or self.clock.now() - waiting.since < patience:
@@ -336,31 +374,32 @@ class Watch:
 
     def _is_hopeless(self, seconds: float) -> bool:
         """Go on without the store: to stop, or where an answer is needed and none has come for long."""
-        waiting = self.waiting
+        waiting = self._awaited()
         overdue = waiting is not None and self._overdue.waited(waiting) > self._timeout
         silent = seconds > max(STORE_SECONDS, SLOW_FACTOR * self._slowest)
         return self._stopping or (silent and (overdue or self._proposal is not None))
 
     def _after_store(self, gone: float) -> PeerFailure | None:
-        """With the store its host is gone. By itself no loss: what is under way at the end of a run may still come.
+        """Judge what a lost store means. By itself no loss: what is under way at the end of a run may still come.
 
         A host that goes after an alarm that names somebody, leaves because of that one.
         """
         if self._alarmed is not None:
             return self._alarmed
-        waiting, proposal, lost = self.waiting, self._proposal, self.store_host.gone()
+        waiting, proposal, lost = self._awaited(), self._proposal or self._lost_by_device(), self.store_host.gone()
         if lost is None or (proposal is not None and proposal.rank == self.store_host.host):
             return proposal
         doomed = waiting is not None and self.clock.now() - max(gone, waiting.since) > STATE_SECONDS
         return None if proposal is None and not doomed else lost
 
     def _without_store(self) -> PeerFailure | None:
-        """What this rank makes of a store that does not answer: nothing, if it has only stopped listening to end."""
+        """Judge a store that does not answer: it means nothing, if it has only stopped listening to end."""
         if self._stopping or self._alarmed is not None:
             return self._alarmed
         silent = self.store_host.silent()
         if silent is not None:
             return self._own_stop() or silent
-        if self._proposal is not None or self.waiting is None:
+        waiting = self._awaited()
+        if self._proposal is not None or waiting is None:
             return self._proposal
-        return self.waiting.blame(self._rank, f"silent for {self._timeout:g} s")
+        return waiting.blame(self._rank, f"silent for {self._timeout:g} s")

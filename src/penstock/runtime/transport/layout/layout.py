@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from penstock.errors import UsageError
-from penstock.runtime.state.memory import LINE, more_than_numbers, once
+from penstock.runtime.state.memory_layout import LINE, more_than_numbers, once
 from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.encoding import Content
 from penstock.runtime.transport.layout.tensor_places import (

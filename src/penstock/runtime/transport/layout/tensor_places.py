@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.runtime.state.memory import LINE, blank, blank_like, elements_in, once, phase_of, regions
+from penstock.runtime.state.memory_layout import LINE, blank, blank_like, elements_in, once, phase_of, regions
 
 HEADER_BYTES = 64
 DIRECT_BYTES = 1024 * 1024

@@ -1,8 +1,7 @@
-// A time that no schedule of a placement can beat, for stages that are alike: penstock/schedule/timing/bounds.py and
+// A time that no schedule of a placement can beat, for stages that are alike: penstock/tools/search/bounds/lower_bound.py and
 // heads_and_tails.py explain why. Costs are of one stage, `activation` is what one holds, and `cap` is of each rank.
 
 const FEW = 8000, MANY = 40000, FEW_STAGES = 6, ROUNDING = 1e-9;
-const sumOf = (values) => values.reduce((sum, value) => sum + value, 0);
 
 function lowerBound(placement, count, costs, activation, cap) {
   const ranks = Math.max(...placement) + 1, ways = waysOf(placement, costs);

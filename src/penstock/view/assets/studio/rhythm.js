@@ -1,4 +1,4 @@
-// Orders on a V that keep to a rhythm in which no rank waits: what penstock/schedule/search/rhythm.py explains and does,
+// Orders on a V that keep to a rhythm in which no rank waits: what penstock/schedule/builders/rhythm.py explains and does,
 // for stages that are alike. A problem is { placement, microbatches, costs, cap, activation }, memory being that of a rank.
 
 const EPSILON = 1e-9;

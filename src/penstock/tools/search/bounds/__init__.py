@@ -1,0 +1,1 @@
+"""Times that no order can beat, which tell a search how far it still could get."""

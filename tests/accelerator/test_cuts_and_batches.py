@@ -1,0 +1,157 @@
+"""Where things are computed and kept: measuring, captured graphs, half precision and batches are for devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from accelerator.harness import NAMES, on_device, on_ranks
+from tiers import mostly_slow
+
+
+def layers(count: int = 4) -> Any:
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(count)])
+
+
+def devices_of_measuring() -> set[str]:
+    """The kinds of devices on which layers ran while a cut was balanced by time."""
+    import torch
+    from accelerator import pretend
+    from torch import nn
+
+    import penstock
+
+    model, seen = layers(), set()
+    for layer in model:
+        layer[0].register_forward_pre_hook(lambda module, args: seen.add(args[0].device.type))
+    there = [pretend.device(0), pretend.device(1)]
+    with penstock.Pipeline(
+        model,
+        stages=2,
+        microbatches=2,
+        loss_fn=nn.MSELoss(),
+        balance="time",
+        example=(torch.randn(4, 8),),
+        devices=there,
+    ):
+        return {"device" if each == pretend.NAME else each for each in seen}
+
+
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
+def test_layers_are_measured_on_the_device_that_they_will_run_on(name: str) -> None:
+    assert on_device(devices_of_measuring, name=name).value == {"device"}
+
+
+def captured() -> float:
+    """How far gradients of a captured graph, its stages on two devices, are from the plain loop's."""
+    import copy
+
+    import torch
+    from accelerator import pretend
+    from torch import nn
+
+    import penstock
+
+    model, x = layers(), torch.randn(8, 8)
+    alone = copy.deepcopy(model)
+    nn.functional.mse_loss(alone(x), x).backward()
+    wanted = dict(alone.named_parameters())
+    with penstock.Pipeline(
+        model,
+        stages=2,
+        microbatches=2,
+        loss_fn=nn.MSELoss(),
+        example=(x[:4],),
+        devices=[pretend.device(0), pretend.device(1)],
+        cut_options=penstock.CutOptions(method="graph"),
+    ) as pipe:
+        for _ in range(2):
+            pipe.zero_grad()
+            pipe.step(x, target=x)
+        found = {key: each.grad.cpu() for key, each in pipe.named_parameters() if each.grad is not None}
+    assert set(found) == set(wanted)
+    return max(float((each - wanted[key].grad).abs().max()) for key, each in found.items())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
+def test_a_captured_graph_runs_on_several_devices(name: str) -> None:
+    outcome = on_device(captured, name=name)
+    assert outcome.value < 1e-6
+    assert outcome.races == []
+
+
+def dtypes(way: str) -> set[str]:
+    """The dtypes that linear layers return in half precision, as the pipeline or the caller asks for it."""
+    from contextlib import nullcontext
+
+    import torch
+    from accelerator import pretend
+    from torch import nn
+
+    import penstock
+
+    model, x, seen = layers(), torch.randn(8, 8), set()
+    for layer in model:
+        layer[0].register_forward_hook(lambda module, args, output: seen.add(str(output.dtype)))
+    there = [pretend.device(0), pretend.device(1)]
+    precision: Any = "bf16" if way == "option" else None
+    around = torch.autocast(pretend.NAME, dtype=torch.bfloat16) if way == "caller" else nullcontext()
+    with (
+        penstock.Pipeline(
+            model,
+            stages=2,
+            microbatches=2,
+            loss_fn=nn.MSELoss(),
+            devices=there,
+            precision=precision,
+            recompute="always",
+        ) as pipe,
+        around,
+    ):
+        pipe.step(x, target=x)
+    return seen
+
+
+@pytest.mark.parametrize("way", ["option", "caller"])
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
+def test_half_precision_is_that_of_the_device_whatever_its_kind(name: str, way: str) -> None:
+    assert on_device(dtypes, way, name=name).value == {"torch.bfloat16"}
+
+
+WIDE = 1 << 16  # numbers of a row: a batch of 8 takes 2 MiB
+
+
+def most_memory() -> list[int]:
+    """The most bytes that tensors of a step took on each device; only the first stage reads the wide inputs."""
+    import torch
+    import torch.distributed as dist
+    from accelerator import pretend
+    from torch import nn
+
+    import penstock
+
+    class Narrowed(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x[:, :8] + x.mean(1, keepdim=True)
+
+    rank = dist.get_rank() if dist.is_initialized() else None
+    model = nn.Sequential(Narrowed(), *layers())
+    devices = [pretend.device(each) for each in range(2)]
+    with penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=nn.MSELoss(), devices=devices, timeout=20) as pipe:
+        for _ in range(2):
+            pipe.step(torch.randn(8, WIDE), target=torch.randn(8, 8))
+        mine = range(2) if rank is None else [rank]
+        return [torch.accelerator.max_memory_allocated(each) for each in mine]
+
+
+@pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
+def test_inputs_go_to_the_ranks_that_read_them_and_to_no_others(processes: bool) -> None:
+    """The whole batch went to every rank's device."""
+    outcomes = on_ranks(2, most_memory) if processes else [on_device(most_memory)]
+    first, last = [each for outcome in outcomes for each in outcome.value]
+    assert first > 4 * WIDE
+    assert last < 4 * WIDE

@@ -38,15 +38,15 @@ def hang(place: Place) -> dict[str, Any]:
 
 def lose_a_microbatch(place: Place, family: str) -> dict[str, Any]:
     """Compare with the plain loop on a machine whose ranks leave one microbatch out of the gradients."""
-    forward, calls = checks.Block.forward, [0]
+    forward, calls = checks.ResidualLayer.forward, [0]
 
     def wrong(block: nn.Module, x: Tensor) -> Tensor:
         calls[0] += 1
         made = forward(block, x)
         return made.detach() + 0.0 * block.norm.weight.sum() if calls[0] == 2 else made
 
-    checks.Block.forward = wrong  # type: ignore[method-assign]
+    checks.ResidualLayer.forward = wrong  # type: ignore[method-assign]
     try:
         return checks.compare_with_plain_loop(place, family)
     finally:
-        checks.Block.forward = forward  # type: ignore[method-assign]
+        checks.ResidualLayer.forward = forward  # type: ignore[method-assign]

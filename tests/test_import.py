@@ -41,6 +41,7 @@ def test_integrations_are_loaded_by_those_who_ask_for_them() -> None:
     assert not {"transformers", "accelerate", "lightning", "penstock.integrations"} & loaded
 
 
+@pytest.mark.slow
 def test_a_pipeline_loads_neither_dtensor_nor_fsdp_before_it_needs_them() -> None:
     """Together they take as long to import as torch itself, and few pipelines are sharded or spread."""
     loaded = loaded_in_turn(*IN_TURN)[1]

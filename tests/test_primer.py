@@ -171,6 +171,7 @@ def test_there_is_a_slip_for_every_program() -> None:
     assert list(SLIPS) == list(PROGRAMS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_runs_and_says_who_sends_what_to_whom(name: str, found: Found) -> None:
     ran = found.right[name]
@@ -207,20 +208,24 @@ def test_a_program_that_is_told_to_stop_leaves_without_a_word_and_nobody_behind(
     assert not any(line.startswith("check: ") for line in faulty.stops[name].lines)
 
 
+@pytest.mark.slow
 def test_a_number_of_ranks_that_cannot_work_is_refused_in_a_line(found: Found) -> None:
     assert found.refused == Ran([], "5 ranks cannot run it; take one of 1, 2, 3, 4")
 
 
+@pytest.mark.slow
 def test_all_ways_to_train_print_the_same_losses(found: Found) -> None:
     printed = {name: [line for line in found.right[name].lines if line.startswith("step ")] for name in TRAINING}
     assert len(printed["penstock"]) == 3
     assert all(lines == printed["penstock"] for lines in printed.values()), printed
 
 
+@pytest.mark.slow
 def test_the_output_does_not_depend_on_who_was_first(found: Found) -> None:
     assert found.again == found.right["pipeline_1f1b"]
 
 
+@pytest.mark.slow
 def test_the_drawings_of_the_course_are_what_the_programs_print(found: Found) -> None:
     lanes = Lanes(4)
     drawn = [line.plain.rstrip() for ran in found.right.values() for line in lanes.draw(map(read_event, ran.lines))]
@@ -230,6 +235,7 @@ def test_the_drawings_of_the_course_are_what_the_programs_print(found: Found) ->
         assert f"\n{block}" in "\n".join(["", *drawn, ""]), block
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_sends_one_sum_a_pair_each_way_and_none_for_the_data(found: Found) -> None:
     def count(name: str, way: str) -> int:
         return sum(f"rank 0 -> rank 1, 2, 3: {way}:" in line for line in found.right[name].lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,14 @@ def test_a_library_that_a_tool_misses_is_reported_as_it_is(core: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "greenlet" in ended.stderr
     assert "this copy of Penstock" not in ended.stderr
+
+
+def test_every_module_that_the_core_asks_for_by_name_exists() -> None:
+    texts = [path.read_text() for path in SOURCE.rglob("*.py")]
+    asked = {name for text in texts for name in re.findall(r"\btool\(\s*\"penstock\.([\w.]+)\"", text)}
+    assert len(asked) > 3
+    places = [SOURCE.joinpath(*name.split(".")) for name in asked]
+    assert [place for place in places if not (place.is_dir() or place.with_suffix(".py").is_file())] == []
 
 
 TESTED = ("schedule/lowering", "schedule/proof", "messages", "group", "runtime/engine", "runtime/backward", "pipeline")

@@ -75,6 +75,7 @@ def tables_in(text: str) -> str:
     return "\n".join([*lines, ""])
 
 
+@pytest.mark.slow
 def test_rows_are_printed_and_with_json_they_are_one_document(program: Path) -> None:
     plain = run(program)
     assert (plain.returncode, plain.stderr) == (0, "")

@@ -175,6 +175,7 @@ def test_an_evaluation_before_training_does_not_teach_that_dropout_draws_nothing
         pipe.step(x, target=x)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_on_one_thread_is_not_taken_for_a_draw_on_another() -> None:
     """Its backward sets the process's generator and puts it back; ranks beside it saw it move and refused to go on."""
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +169,28 @@ def test_a_checkpoint_of_somebody_else_runs_nothing(key: str, folder: Path, trai
     ):
         run(*command)
         assert not (folder / "mark").exists(), command
+
+
+def test_a_run_of_somebody_else_sends_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`logging.wandb_options` of a config.json named the server that got the run's figures and the user's key."""
+    sent: list[dict[str, Any]] = []
+
+    def init(**options: Any) -> Any:
+        sent.append(options)
+        return SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Error=OSError, __spec__=None))  # type: ignore[arg-type]
+    (folder / "text.txt").write_text("some words to learn, " * 200)
+    settings = [*TINY, "data.source=text.txt", "output=out", "pipeline.workers=threads", "logging.wandb=online"]
+    document = to_document(load_config(None, settings))
+    document["logging"]["wandb_options"] = {"settings": {"base_url": "https://elsewhere.invalid"}}
+    write_run(folder / "run", document)
+    result = run("train", "run/config.json")
+    assert (result.exit_code, sent) == (2, [])
+    assert "elsewhere.invalid" in result.output
+    assert "add --trust, or set logging.wandb=off" in result.output
+    assert run("train", "run/config.json", "--trust").exit_code == 0
+    assert sent[0]["settings"] == {"base_url": "https://elsewhere.invalid"}
 
 
 def test_a_schedule_or_a_trace_of_somebody_else_runs_nothing(folder: Path, trained: Path) -> None:

@@ -10,11 +10,13 @@ import pytest
 import torch
 from bugs.small import WIDTH, batch
 from processes import on_processes
+from tiers import by_turns
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import functional as F
 
 import penstock
+from penstock.errors import UsageError
 
 RECOMPUTE = ["never", "except_last", "always"]
 FAMILIES = ["1f1b", "gpipe", "zb-h1", "interleaved-zb", "zb-v"]
@@ -112,8 +114,10 @@ def check(family: str, found: list[tuple[list[dict[str, int]], dict[str, Tensor]
     torch.testing.assert_close([have[name] for name in names], weights, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    by_turns(FAMILIES, RECOMPUTE, fast=[(f, RECOMPUTE[row % len(RECOMPUTE)]) for row, f in enumerate(FAMILIES)]),
+)
 def test_hooks_fire_once_for_each_microbatch(family: str, recompute: str) -> None:
     """A hook on what arrived fired twice where the forward ran again: both forwards ran on one leaf."""
     check(family, [piped(family, recompute)])
@@ -175,3 +179,30 @@ def test_a_stage_may_retain_the_gradient_of_what_it_receives(schedule: str) -> N
         hidden.retain_grad()
         (F.mse_loss(last.linear(hidden), wanted) / MICROBATCHES).backward()
         assert torch.equal(gradient, hidden.grad)
+
+
+@pytest.mark.parametrize("registered", ["before", "after"])
+def test_an_optimizer_in_the_backward_is_refused_under_loss_scaling(registered: str) -> None:
+    """It updated weights by gradients that were 1024 times too large, and no rank asked whether they are finite.
+
+    A step that is refused changes nothing, and the hook stays.
+    """
+    x, y = batch()
+    calls: list[Tensor] = []
+    layers = [nn.Linear(WIDTH, WIDTH).double(), nn.Linear(WIDTH, WIDTH).double()]
+    with penstock.Pipeline(layers, microbatches=MICROBATCHES, loss_fn=F.mse_loss) as pipe:
+        scaler = penstock.GradScaler(pipe, init_scale=2.0**10) if registered == "after" else None
+        hook = layers[1].weight.register_post_accumulate_grad_hook(calls.append)
+        if scaler is None:
+            pipe.step(x, target=y)
+            assert len(calls) == 1
+            pipe.zero_grad()
+            scaler = penstock.GradScaler(pipe, init_scale=2.0**10)
+        for _ in range(2):
+            with pytest.raises(UsageError, match="scaled by 1024"):
+                pipe.step(x, target=y)
+        assert len(calls) == (registered == "before")
+        assert all(parameter.grad is None for parameter in pipe.parameters())
+        hook.remove()
+        pipe.step(x, target=y)
+        scaler.unscale_(torch.optim.SGD(pipe.parameters(), lr=0.1))

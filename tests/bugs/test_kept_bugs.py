@@ -112,6 +112,7 @@ def seen_in_training(x: Tensor) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_a_unit_keeps_only_in_training_is_seen_then() -> None:
     """Nothing changed when the example ran, because the model was in eval mode."""
     assert "forward changes self.blocks.0.number and reads it in the next call" in seen_in_training(rows())

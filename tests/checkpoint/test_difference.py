@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from checkpoint.short_run import penstock_command
 
 
+@pytest.mark.slow
 def test_diff_goes_by_name_across_layouts(trained: tuple[Path, object]) -> None:
     folder = trained[0]
     assert "are the same to the bit" in penstock_command("diff", folder / "step-00000002", folder / "elsewhere")

@@ -102,6 +102,7 @@ def test_the_command_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=500).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_early_is_no_error() -> None:
     result = call("penstock show gpipe --ranks 64 --microbatches 256 | head -2")
     assert (result.returncode, result.stderr) == (0, "")

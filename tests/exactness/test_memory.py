@@ -108,6 +108,7 @@ def test_a_rank_on_a_process_holds_what_the_schedule_says(transport: str, famili
             assert max(rank[number]["left"].values()) <= 4096, family  # losses, and buffers that are used again
 
 
+@pytest.mark.slow
 def test_recompute_holds_inputs_and_one_microbatch() -> None:
     plain, less = measured("gpipe", ranks=2), measured("gpipe", ranks=2, recompute="always")
     boundary = ROWS * WIDTH * 4

@@ -61,7 +61,7 @@ def test_an_error_in_any_forward_or_backward_is_told_and_leaves_a_clean_pipeline
         assert len([thread for thread in ours if thread.name.startswith("penstock-rank")]) == 3
 
 
-@pytest.mark.parametrize("family", STAGES)
+@pytest.mark.parametrize("family", mostly_slow(STAGES, "1f1b", "zb-h1", "zb-v"))
 def test_an_error_while_weight_gradients_are_added_names_that_action(family: str) -> None:
     stages = STAGES[family]
     with pipeline(family, stages) as pipe:

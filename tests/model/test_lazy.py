@@ -157,6 +157,7 @@ def test_an_optimizer_of_the_parameters_without_values_is_refused() -> None:
         torch.optim.SGD(pipe.parameters(), lr=0.1).step()
 
 
+@pytest.mark.slow
 def test_each_process_materialises_its_own_part_only() -> None:
     plain = filled(Tied(words=50))
     with torch.no_grad():

@@ -26,6 +26,7 @@ def check(cases: list[Case]) -> None:
     assert faults == {}
 
 
+@pytest.mark.slow
 def test_replicas_plain_and_sharded() -> None:
     check(
         [

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import penstock
 from penstock import Microbatches
 from penstock.errors import RunError
-from penstock.runtime.state import contents
+from penstock.runtime.state import tensor_snapshots
 from penstock.schedule.builders import TRAINING
 
 
@@ -170,7 +170,7 @@ class Writes(nn.Module):
 
 
 def test_layers_that_write_in_eval_mode_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contents, "LARGE_BYTES", 64 * 1024)
+    monkeypatch.setattr(tensor_snapshots, "LARGE_BYTES", 64 * 1024)
     first = Writes()
     pipe = penstock.Pipeline([first, Writes()], microbatches=3, loss_fn=F.mse_loss)
     x, y = torch.randn(6, 4), torch.randn(6, 4)

@@ -108,6 +108,7 @@ def with_and_without(ranks: int) -> tuple[list[float], list[float]]:
     return losses(make(), None, ranks), losses(make(), 3, ranks)
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_nothing_had_happened_on_processes() -> None:
     """Parameters change processes, and AdamW's moments with them."""
     for plain, moved in on_processes(2, with_and_without, 2):

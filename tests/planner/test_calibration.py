@@ -43,6 +43,7 @@ def write_run(root: Path, seconds: list[float]) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_the_efficiency_comes_back_that_made_the_time_of_a_step() -> None:
     profile = profile_config(config(), TWO.software)
     seconds = candidate_of(config(), profile, TWO.at(0.17)).seconds

@@ -73,6 +73,7 @@ def test_a_run_of_a_saved_plan_is_compared_with_what_the_plan_said(tmp_path: Pat
     assert "predicted when it was planned\n" in comparison_text(found)
 
 
+@pytest.mark.slow
 def test_a_plan_that_was_changed_before_it_ran_is_not_held_to_its_prediction(tmp_path: Path) -> None:
     plan = penstock.plan(config(), TWO, layout=MeshLayout(2), schedules=["1f1b"]).best
     write_plan(plan, tmp_path / "plan.toml")

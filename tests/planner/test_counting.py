@@ -45,6 +45,7 @@ def test_causal_attention_as_one_kernel_needs_half_of_its_products_and_mfu_count
     assert fused.model_flops == whole.model_flops
 
 
+@pytest.mark.slow
 def test_layers_that_are_not_built_count_like_those_that_are() -> None:
     """Four of equal layers are built; the profile of nine must be what building all nine would give."""
     options = GPTOptions(layers=9, width=64, heads=4, vocabulary=500)

@@ -146,6 +146,7 @@ def test_a_model_that_training_would_refuse_is_refused_in_the_same_words() -> No
         penstock.plan("gpt", Cluster(devices=2), options={"width": 64, "heads": 7})
 
 
+@pytest.mark.slow
 def test_a_model_that_no_ready_tensor_plan_matches_is_planned_without_tp(tmp_path: Path) -> None:
     """Experts have other names than the layers of the plan for Llama: nothing could be planned, with any layout."""
     from transformers import MixtralConfig

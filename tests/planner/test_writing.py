@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiers import mostly_slow
 from torch.nn import functional as F
 
 import penstock
@@ -30,9 +31,12 @@ def planned(layout: MeshLayout, **more: object) -> Plan:
     return penstock.plan("gpt", cluster, batch=16, sequence=16, options=OPTIONS, layout=layout, **more).best
 
 
+LAYOUTS = [MeshLayout(2), MeshLayout(2, 2), MeshLayout(2, 2, sharded=True), MeshLayout(1, 2, 2), MeshLayout(2, tp=2)]
+
+
 @pytest.mark.parametrize(
     "layout",
-    [MeshLayout(2), MeshLayout(2, 2), MeshLayout(2, 2, sharded=True), MeshLayout(1, 2, 2), MeshLayout(2, tp=2)],
+    mostly_slow(LAYOUTS, *LAYOUTS[2::2]),
 )
 def test_a_written_plan_is_read_back_as_the_same_configuration(layout: MeshLayout, tmp_path: Path) -> None:
     plan = planned(layout, schedules=["1f1b", "zb-v"])
@@ -46,6 +50,7 @@ def test_a_written_plan_is_read_back_as_the_same_configuration(layout: MeshLayou
     assert Schedule.load(schedule) == plan.schedule
 
 
+@pytest.mark.slow
 def test_a_plan_with_pipelines_inside_hosts_says_so_in_its_configuration(tmp_path: Path) -> None:
     write_plan(planned(MeshLayout(2, 2, inner="pp")), tmp_path / "plan.toml")
     assert load_config(tmp_path / "plan.toml").mesh.inner == "pp"
@@ -77,7 +82,7 @@ def test_context_parallelism_is_priced_and_not_written(tmp_path: Path) -> None:
         write_plan(plan, tmp_path / "plan.toml")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-zb", "zb-v"])
+@pytest.mark.parametrize("schedule", mostly_slow(["1f1b", "interleaved-zb", "zb-v"], "zb-v"))
 def test_a_pipeline_takes_a_plan_and_trains_as_the_plain_model(schedule: str) -> None:
     plan = planned(MeshLayout(2), schedules=[schedule])
     assert plan.schedule.stages == 2 if schedule == "1f1b" else plan.schedule.stages >= 4

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from rehearsal_cases import COSTS, parts_of
+from tiers import by_turns
 
 import penstock
 from penstock.errors import PeerFailure, UsageError
@@ -15,8 +16,10 @@ from penstock.rehearsal.rehearse import rehearse
 from penstock.schedule import FAMILIES, Costs, Schedule, Topology, build, lower, simulate
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 4), (4, 9)])
+@pytest.mark.parametrize(
+    ("family", "ranks", "microbatches"),
+    by_turns(FAMILIES, [(1, 3), (2, 4), (4, 9)], fast=[("1f1b", 1, 3), ("zb-v", 2, 4), ("interleaved-1f1b", 4, 9)]),
+)
 def test_it_takes_the_simulated_time_and_follows_the_program(family: str, ranks: int, microbatches: int) -> None:
     schedule = build(family, ranks, microbatches)
     for costs in COSTS:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from rehearsal_cases import draw_case, faults_of
+from tiers import mostly_slow
 
 SAMPLE = 120
 
 
-@pytest.mark.parametrize("first", range(0, SAMPLE, 10))
+@pytest.mark.parametrize("first", mostly_slow(range(0, SAMPLE, 10), 0, 10))
 def test_no_run_hangs_and_the_right_rank_is_named(first: int) -> None:
     _check(range(first, first + 10))
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import mostly_slow
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -95,6 +96,7 @@ def test_it_learns_and_says_where_things_are(tmp_path: Path, text: Path, capsys:
     assert kept == {f"step-{n:08}" for n in (20, 40, 60)} | {find_checkpoint(folder.root / "best").name}
 
 
+@pytest.mark.slow
 def test_packed_rows_that_are_streamed_go_on_at_the_exact_row(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     lengths = [(number * 7) % 15 + 2 for number in range(60)]
@@ -112,7 +114,8 @@ def test_packed_rows_that_are_streamed_go_on_at_the_exact_row(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "change", [[], ["model.options.dropout=0.2", "training.accumulate=2", "pipeline.schedule=zb-v"]]
+    "change",
+    mostly_slow([[], ["model.options.dropout=0.2", "training.accumulate=2", "pipeline.schedule=zb-v"]], []),
 )
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path: Path, text: Path, change: list[str]) -> None:
     whole = config_of(tmp_path, text, f"output={tmp_path / 'whole'}", "evaluation.every=2", *change)
@@ -144,6 +147,7 @@ def test_steps_that_are_done_again_are_in_the_metrics_once(tmp_path: Path, text:
     assert losses(config) == wanted
 
 
+@pytest.mark.slow
 def test_a_resumed_run_names_the_checkpoint_that_it_has_loaded(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiers import mostly_slow
 
 from penstock.errors import ModelError
 from penstock.train.config.read import load_config
@@ -87,7 +88,10 @@ def test_a_resume_follows_the_configuration_that_it_is_given(tmp_path: Path, cap
     assert [line["lr"] for line in read_metrics(RunFolder(output).metrics)] == [0.003, 0.003, 1e-5]
 
 
-@pytest.mark.parametrize("source", [["shuffled:loader"], ["shuffled:loader", "data.options.seed=3"], ["shuffled:Own"]])
+@pytest.mark.parametrize(
+    "source",
+    mostly_slow([["shuffled:loader"], ["shuffled:loader", "data.options.seed=3"], ["shuffled:Own"]], ["shuffled:Own"]),
+)
 def test_shuffled_data_go_on_in_the_middle_of_a_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: list[str]
 ) -> None:

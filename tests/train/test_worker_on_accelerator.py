@@ -73,6 +73,7 @@ def test_ranks_that_are_threads_train_on_a_device_each(tmp_path: Path) -> None:
     assert found["memory"][0]["process"] == sum(found["used"]) > 0
 
 
+@pytest.mark.slow
 def test_it_stays_on_the_cpu_where_that_is_asked_for(tmp_path: Path) -> None:
     found = on_device(run, str(tmp_path), ["pipeline.workers=threads", "pipeline.device=cpu"]).value
     assert found["where"] == ["cpu"]
@@ -80,6 +81,7 @@ def test_it_stays_on_the_cpu_where_that_is_asked_for(tmp_path: Path) -> None:
     assert found["pinned"] == [False]
 
 
+@pytest.mark.slow
 def test_ranks_that_are_processes_train_on_the_device_of_their_local_rank(tmp_path: Path) -> None:
     outcomes = on_ranks(2, run, str(tmp_path), ["pipeline.precision=fp32"])
     assert [outcome.value["where"] for outcome in outcomes] == [["pretend:0"], ["pretend:1"]]

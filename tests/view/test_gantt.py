@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tiers import by_turns
 
 from penstock.schedule import FAMILIES, Span, Timeline, build, parse
 from penstock.view.gantt import gantt
@@ -22,8 +23,9 @@ def test_the_terminal_chart_is_this() -> None:
     assert gantt([run("1f1b", 2, 3)], 56).plain == CHART
 
 
-@pytest.mark.parametrize("width", [18, 24, 60, 80, 200])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "width"), by_turns(FAMILIES, [18, 24, 60, 80, 200], fast=[("1f1b", 18), ("zb-v", 80), ("v-min", 200)])
+)
 def test_a_chart_is_as_wide_as_it_may_be(name: str, width: int) -> None:
     rows = [line for line in gantt([run(name, microbatches=40)], width).plain.splitlines() if line[:5] != "idle "]
     ranks = [line for line in rows if line.startswith("rank " if width >= 40 else ("0 ", "1 ", "2 ", "3 "))]

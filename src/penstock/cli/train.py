@@ -18,7 +18,7 @@ from penstock.train.config.elastic import describe_layouts
 from penstock.train.config.paths import check_paths
 from penstock.train.config.read import load_config
 from penstock.train.config.settings import TrainConfig
-from penstock.train.config.source import functions_in, is_trusted, require_trust
+from penstock.train.config.source import check_sending, functions_in, is_trusted, require_trust
 from penstock.train.launch.entry import Job
 from penstock.train.launch.environment import prepare_environment, start_fork_server
 from penstock.train.launch.parent import die_with_parent
@@ -85,6 +85,7 @@ def train(
         raise UsageError("--resume continues the run, --fresh removes it; give one of them")
     if not dry_run:
         require_trust(config, "training")
+        check_sending(config)
         check_paths(config, "the configuration" if path is None else str(path))
     raise typer.Exit(_dry_run(config) if dry_run else _train(config, items or [], resume, fresh, verbose))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from penstock.planner.cluster import Cluster, Device, Interconnect
+from penstock.planner.writing import to_toml
 
 Outcome = Literal["PASS", "WARN", "FAIL", "INFO"]
 
@@ -59,22 +61,9 @@ class Examination:
         bandwidth, latency = (
             statistics.median(pair[name] for pair in links["pairs"].values()) for name in ("bandwidth", "latency")
         )
-        return "\n".join(
-            [
-                f"# Measured by penstock doctor on {product['devices']} devices of one host, in {product['dtype']}.",
-                f"name = {json.dumps(str(self.machine['device']))}",
-                "hosts = 1",
-                f"devices = {product['devices']}",
-                "",
-                "[device]",
-                f"memory = {product['memory']:.4g}",
-                f"peak = {product['flops']:.4g}  # what a large product reached, so the efficiency is 1",
-                "efficiency = 1.0",
-                f"bandwidth = {product['bandwidth']:.4g}",
-                "",
-                "[inside]",
-                f"bandwidth = {bandwidth:.4g}",
-                f"latency = {latency:.4g}",
-                "",
-            ]
-        )
+        # A large product reached the peak, so the efficiency is 1.
+        device = Device(product["memory"], peak=product["flops"], efficiency=1.0, bandwidth=product["bandwidth"])
+        name, devices = str(self.machine["device"]), product["devices"]
+        cluster = Cluster(name, 1, devices, device=device, inside=Interconnect(bandwidth, latency))
+        title = f"# Measured by penstock doctor on {devices} devices of one host, in {product['dtype']}.\n"
+        return title + to_toml(cluster)

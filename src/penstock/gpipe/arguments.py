@@ -68,7 +68,7 @@ def _check_balance(balance: Any, split_at: Sequence[str] | None) -> None:
 
 
 def _check_batch_options(options: BatchOptions) -> None:
-    """A GPipe takes the whole batch in one process, and cuts it into the number of chunks that it was given."""
+    """Check the options of a batch: a GPipe takes it whole in one process, and cuts it into its number of chunks."""
     if options.split is not None or options.inputs != "every":
         name = "inputs" if options.split is None else "split"
         raise UsageError(
@@ -77,7 +77,7 @@ def _check_batch_options(options: BatchOptions) -> None:
 
 
 def as_devices(devices: Any) -> list[torch.device] | None:
-    """A device for each stage, from names, devices or numbers of GPUs, such as `range(4)`."""
+    """Return a device for each stage, from names, devices or numbers of GPUs, such as `range(4)`."""
     if devices is None:
         return None
     try:

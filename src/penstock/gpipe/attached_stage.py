@@ -44,7 +44,8 @@ class AttachedStage(Stage):
     ) -> None:
         super().__init__(part, randomness, is_last=is_last, loss=loss)
         self.parameters: list[Tensor] = []  # what the call in hand wants gradients of
-        self.pieces: list[list[Tensor]] = []  # of the model's inputs that want a gradient, by microbatch
+        # By microbatch: the model's inputs that want a gradient.
+        self.pieces: list[list[Tensor]] = []
         self.found: list[Tensor | None] = []  # the gradients of `parameters`, summed
         self.keep_graph = False
         self.foreign: dict[int, Tensor] = {}  # leaves that are no parameters of the stage, and want a gradient
@@ -86,7 +87,7 @@ class AttachedStage(Stage):
                 self._add(place, gradient)
 
     def _add(self, place: int, gradient: Tensor) -> None:
-        """The first may be in use elsewhere and is left alone; their sum is ours to add to."""
+        """Add a gradient. The first may be in use elsewhere and is left alone; their sum is ours to add to."""
         total = self.found[place]
         if total is None:
             self.found[place] = gradient
@@ -106,7 +107,7 @@ class AttachedStage(Stage):
         self._summed = [False] * len(parameters)
 
     def end(self) -> None:
-        """After it: nothing of the step stays here."""
+        """End the step: nothing of it stays here."""
         self.parameters, self.pieces, self.found, self.saved, self.foreign = [], [], [], {}, {}
 
     def clear(self) -> None:
@@ -116,7 +117,7 @@ class AttachedStage(Stage):
 
 @contextmanager
 def muted(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Hooks of parameters wait for the whole gradient, which the user's own backward brings them.
+    """Mute hooks of parameters: they wait for the whole gradient, which the user's own backward brings them.
 
     Autograd calls a tensor's hooks also for a gradient that is only asked for; it reads them off this dictionary.
     """
@@ -134,7 +135,7 @@ WeightVersions = list[tuple[Tensor, int]]  # parameters, and the versions that t
 
 
 def check_weights(now: Iterable[Tensor], then: WeightVersions) -> None:
-    """A forward cannot run again with other weights than it first had."""
+    """Check that a forward does not run again with other weights than it first had."""
     found = list(now)
     changed = sum(tensor._version != version for tensor, version in then)
     replaced = len(found) != len(then) or any(have is not was for have, (was, _) in zip(found, then, strict=True))

@@ -32,7 +32,8 @@ from penstock.runtime.transport import ThreadTransport
 from penstock.schedule import Action, Op, Schedule, build, lower, verify
 from penstock.schedule.lowering.gather import gather
 
-SCHEDULE = "looped-bfs"  # with one stage a rank: all forwards, then all backwards, the last microbatch first
+# With one stage a rank: all forwards, then all backwards, the last microbatch first.
+SCHEDULE = "looped-bfs"
 BACKWARD = frozenset({Op.B, Op.SEND_B, Op.RECV_B})
 
 
@@ -52,7 +53,8 @@ class Calls:
         self._devices = dict(enumerate(devices or ()))
         self._counter = StepCounter(0)
         transports = ThreadTransport.group(split.stages, None, timeout, devices)
-        self.turn = threading.RLock()  # of a model that several threads call, such as two stages of another
+        # Several threads may call the model, as where it is two stages of another.
+        self.turn = threading.RLock()
         self._programs: dict[tuple[int, frozenset[int]], tuple[Schedule, Schedule]] = {}
         self.stages: list[AttachedStage] = []
         placement = self.programs(chunks)[0].placement
@@ -62,7 +64,7 @@ class Calls:
         self.one_path = not any(part.reads_inputs for part in split.parts)  # whatever the batch is like
 
     def programs(self, count: int) -> tuple[Schedule, Schedule]:
-        """The forward part and the backward part of the schedule, proved as one."""
+        """Return the forward part and the backward part of the schedule, proved as one."""
         gathering = frozenset(stage.part.index for stage in self.stages if stage.gathers)
         if (count, gathering) not in self._programs:
             schedule = build(SCHEDULE, self.split.stages, count, 1).replace(topology=self.split.topology)
@@ -79,7 +81,7 @@ class Calls:
         return self._programs[count, gathering]
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Any:
-        """The model's output for one batch."""
+        """Return the model's output for one batch."""
         count = count_for(self.chunks, args, kwargs, None, self.batch_dims) or 1
         attached = torch.is_grad_enabled()
         batch = split_batch(count, args, kwargs, None, {}, self.batch_dims, attached=attached)
@@ -92,7 +94,7 @@ class Calls:
         return merge(outputs, self.batch_dims.get("output", 0))
 
     def undone_if_it_fails(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool) -> Any:
-        """The model's output for one batch; a call that fails leaves the model as it was."""
+        """Return the model's output for one batch; a call that fails leaves the model as it was."""
         with self.turn, self.ranks.transactions[0](training=True, adds=False, runs_hooks=False):
             return self(args, kwargs, training)
 
@@ -105,21 +107,23 @@ class ForwardCall:
         self._count = len(batch.args)
         self._recomputed = frozenset(range(recomputed))
         self._given = [pytree.tree_flatten((args, kw)) for args, kw in zip(batch.args, batch.kwargs, strict=True)]
-        # by microbatch, the inputs that want a gradient
+        # The inputs that want a gradient, by microbatch.
         self._requiring = [[leaf for leaf in leaves if _requires_grad(leaf)] for leaves, _ in self._given]
         self._pieces: list[list[list[Tensor]]] = []  # the same, for each rank its own
-        self._parameters: list[list[Tensor]] = []  # by rank
-        self._records: list[dict[int, SavedGraph]] | None = None  # by rank; None: there is no backward (any more)
-        self.outputs: list[Tensor] = []  # those that want a gradient
+        self._parameters: list[list[Tensor]] = []  # Indexed by rank.
+        # Indexed by rank; None: there is no backward (any more).
+        self._records: list[dict[int, SavedGraph]] | None = None
+        self.outputs: list[Tensor] = []  # Those that want a gradient.
         self.arrived: Sequence[Tensor | None] = ()  # the gradients of these
         self._seed = _seed_here()
-        self._context = copy_context()  # of the forward, also for what runs again in the backward
+        # The context of the forward, also for what runs again in the backward.
+        self._context = copy_context()
         self._programs = calls.programs(self._count)
 
     # -- forward
 
     def forward(self, attached: bool) -> list[Any]:
-        """The outputs of all microbatches, apart from any graph."""
+        """Return the outputs of all microbatches, apart from any graph."""
         calls = self.calls
         inputs = self._inputs(attached)
         calls.ranks.wait_for_late_ranks()
@@ -141,7 +145,7 @@ class ForwardCall:
         return outputs
 
     def _inputs(self, attached: bool) -> dict[int, StepInput]:
-        """What each rank works on: its own leaves in the place of inputs that want a gradient."""
+        """Return what each rank works on: its own leaves in the place of inputs that want a gradient."""
         found = {}
         for rank in range(self.calls.split.stages):
             device = self.calls._devices.get(rank)
@@ -177,16 +181,16 @@ class ForwardCall:
         self._alone = frozenset(self.calls.ranks.thread_randomness.alone)
         for stage, parameters in zip(stages, self._parameters, strict=True):
             parameters += stage.foreign.values()
-        self._modules: list[nn.Module] = []  # and the modes that they ran in, in which they run again
+        self._modules: list[nn.Module] = []  # They run again in the modes that they had.
         self._modes: list[bool] = []
-        self._weights: list[WeightVersions] = []  # by rank, where forwards run again
+        self._weights: list[WeightVersions] = []  # Indexed by rank, where forwards run again.
         if self._recomputed:
             self._modules = [module for stage in stages for module in stage.module.modules()]
             self._modes = [module.training for module in self._modules]
             self._weights = [[(weight, weight._version) for weight in stage.module.parameters()] for stage in stages]
 
     def join(self, outputs: list[Any]) -> list[Any]:
-        """The outputs of the forward, as nodes of the user's graph."""
+        """Return the outputs of the forward, as nodes of the user's graph."""
         flat = [pytree.tree_flatten(output) for output in outputs]
         self.outputs = [leaf.detach() for leaves, _ in flat for leaf in leaves if _requires_grad(leaf)]
         self._sizes = [sum(map(_requires_grad, leaves)) for leaves, _ in flat]
@@ -205,7 +209,7 @@ class ForwardCall:
     # -- backward
 
     def backward(self) -> list[Tensor | None]:
-        """The gradients of `sources`, from those of the outputs."""
+        """Return the gradients of `sources`, from those of the outputs."""
         if self._records is None:
             raise RunError(
                 "the backward of this forward has run already, and its activations are freed; to run it twice, pass "
@@ -234,7 +238,7 @@ class ForwardCall:
         return found
 
     def _found(self) -> list[Tensor | None]:
-        """The gradient of each source: summed over stages, in their order."""
+        """Return the gradient of each source: summed over stages, in their order."""
         sums: dict[int, Tensor] = {}
 
         def add(source: Tensor, gradient: Tensor | None) -> None:
@@ -255,7 +259,7 @@ class ForwardCall:
     # -- either
 
     def _run(self, half: int, inputs: dict[int, StepInput], alone: frozenset[Compute] = frozenset()) -> None:
-        """One half; an error of a stage comes out as it was raised there, with the place added."""
+        """Run one half; an error of a stage comes out as it was raised there, with the place added."""
         program = self._programs[half]
         try:
             with self.calls.ranks.step(alone):
@@ -281,7 +285,7 @@ def _requires_grad(leaf: Any) -> bool:
 
 
 def _piece(leaf: Any, device: torch.device | None) -> Any:
-    """A leaf of a stage's own for a piece of the model's input."""
+    """Make a leaf of a stage's own for a piece of the model's input."""
     if not isinstance(leaf, Tensor):
         return leaf
     moved = to_device(leaf, device)
@@ -289,7 +293,7 @@ def _piece(leaf: Any, device: torch.device | None) -> Any:
 
 
 def _seed_here() -> int:
-    """A seed that follows from the generator's state, which stays as it is: so `manual_seed` repeats a call."""
+    """Return a seed that follows from the generator's state, which stays as it is: so `manual_seed` repeats a call."""
     state = torch.get_rng_state()
     digest = hashlib.blake2b(ctypes.string_at(state.data_ptr(), state.nbytes), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

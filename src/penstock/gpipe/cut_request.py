@@ -35,12 +35,12 @@ class CutRequest:
     def of(
         cls, stages: int | None, balance: Balance, split_at: Sequence[str] | None, devices: Sequence[Any] | None
     ) -> Self:
-        """From what a GPipe is given."""
+        """Make a request from what a GPipe is given."""
         counts = list(balance) if isinstance(balance, Sequence) and not isinstance(balance, str) else None
         how: Any = balance if counts is None else counts
         if balance is None or isinstance(balance, int):
             how = None if split_at else "parameters"
-        Balancing(how)  # which refuses what it does not know
+        Balancing(how)  # It refuses what it does not know.
         counts_by_name = {
             "stages": stages,
             "balance": balance if isinstance(balance, int) else None if counts is None else len(counts),
@@ -54,17 +54,17 @@ class CutRequest:
         return cls(next(iter(given.values()), None), how, tuple(split_at or ()))
 
     def by_position(self, model: nn.Module) -> bool:
-        """Whether the cuts are between layers of an `nn.Sequential`."""
+        """Return whether the cuts are between layers of an `nn.Sequential`."""
         if not isinstance(model, nn.Sequential) or more_than_its_layers(model):
             return False
         return set(self.split_at) <= set(model._modules)
 
     def needs_batch(self, model: nn.Module) -> bool:
-        """Whether a batch has to be looked at."""
+        """Return whether a batch has to be looked at."""
         return not self.by_position(model) or not (isinstance(self.how, list) or self.how in (None, "parameters"))
 
     def with_counts(self, counts: list[int] | None) -> Self:
-        """The same request with the layers per stage that were found, if any were."""
+        """Return the same request with the layers per stage that were found, if any were."""
         return replace(self, how=counts, split_at=()) if counts else self
 
     def cut(self, model: nn.Module, chunks: int, example: Example | None) -> StagedModel:
@@ -73,14 +73,15 @@ class CutRequest:
         stages = self.stages or _stages_by_itself(model)
         balancing = Balancing(self.how, schedule_for=lambda count: build("gpipe", count, chunks))
         fewest = stages if self.stages or by_position else 1
-        for count in range(stages, fewest, -1):  # as many as there can be, where nothing says how many
+        # Nothing says how many: take as many as there can be.
+        for count in range(stages, fewest, -1):
             with suppress(ModelError):
                 return cut_model(model, count, balance=balancing, example=example)
         return cut_model(model, fewest, balance=balancing, example=example, split_at=self.split_at)
 
 
 def cut_another_path(model: nn.Module, split: StagedModel, example: Example) -> StagedModel:
-    """The stages for a batch that takes another path through a model which was cut as `split`.
+    """Cut the stages for a batch that takes another path through a model which was cut as `split`.
 
     Layers stay on the stages that they have, as far as the path goes: `layers[:depth]` may end before the last stage.
     """
@@ -94,6 +95,6 @@ def cut_another_path(model: nn.Module, split: StagedModel, example: Example) -> 
 
 
 def _stages_by_itself(model: nn.Module) -> int:
-    """How many stages where nothing says so: one for each GPU, or for each core there is."""
+    """Return how many stages to make where nothing says so: one for each GPU, or for each core there is."""
     many = torch.accelerator.device_count() or min(len(os.sched_getaffinity(0)), MOST_BY_ITSELF)
     return max(1, min(many, len(model) if isinstance(model, nn.Sequential) else many))

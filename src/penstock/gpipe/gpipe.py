@@ -57,7 +57,8 @@ class GPipe(nn.Module):
     _request: CutRequest
     _calls: Calls | None
     _others: list[Calls]  # cuts for batches that take other paths
-    _serves: LruCache[Calls]  # which of all these serves a kind of batch, by its shapes and plain values
+    # Which of all these serves a kind of batch, by its shapes and plain values.
+    _serves: LruCache[Calls]
     _cut_from: tuple[Any, ...]  # what `_calls` was made from
 
     def __init__(
@@ -112,7 +113,7 @@ class GPipe(nn.Module):
     # -- like the model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The output for the whole batch: forward in microbatches now, backward when autograd reaches it.
+        """Return the output for the whole batch: forward in microbatches now, backward when autograd reaches it.
 
         Args:
             *args: Positional inputs of the model.
@@ -135,7 +136,7 @@ class GPipe(nn.Module):
         return self._find_path(kind, given)
 
     def _find_path(self, kind: Any, given: CallArguments) -> Any:
-        """The output for a first batch of its kind: whether it takes the path of a cut that there is, a run shows."""
+        """Return the output for a first batch of its kind: a run shows whether it takes the path of an existing cut."""
         assert self._calls is not None
         for calls in (self._calls, *self._others):
             try:
@@ -226,7 +227,7 @@ class GPipe(nn.Module):
         return calls
 
     def _attach(self, split: StagedModel) -> Calls:
-        """The stages of a cut, ready for calls."""
+        """Attach the stages of a cut, ready for calls."""
         devices = None if self.devices is None else self.devices[: split.stages]
         calls = Calls(split, self.chunks, self.checkpoint, devices, self._dims, self.timeout)
         for part, device in zip(split.parts, devices or (), strict=False):
@@ -235,7 +236,7 @@ class GPipe(nn.Module):
         return calls
 
     def _what_is_cut(self) -> tuple[Any, ...]:
-        """Layers and numbers that were replaced, and a process that was forked and has no threads, need a new cut."""
+        """Return what needs a new cut when it changes: layers, numbers, and the process, as a fork has no threads."""
         return (os.getpid(), self.chunks, self.checkpoint, *self._modules.values())
 
     def _cut(self, first: CallArguments | None) -> StagedModel:
@@ -243,7 +244,7 @@ class GPipe(nn.Module):
         return self._request.cut(self.module, self.chunks, self._example(first) if first and looks else None)
 
     def _example(self, given: CallArguments) -> tuple[Any, ...] | dict[str, Any]:
-        """The first microbatch, as what to look at for the cut."""
+        """Return the first microbatch, as what to look at for the cut."""
         args, kwargs = given
         count = count_for(self.chunks, args, kwargs, None, self._dims) or 1
         batch = split_batch(count, args, kwargs, None, {}, self._dims)
@@ -275,7 +276,7 @@ class GPipe(nn.Module):
     # -- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state for a copy or pickle, without the ranks: a copy makes its own."""
+        """Return the state for a copy or pickle, without the ranks: a copy makes its own."""
         counts = self.balance if isinstance(self.module, nn.Sequential) else None
         kept = {name: value for name, value in self.__dict__.items() if name != "_serves"}
         return {**kept, "_calls": None, "_others": [], "_cut_from": (), "_request": self._request.with_counts(counts)}
@@ -289,7 +290,9 @@ class GPipe(nn.Module):
 
 
 def _uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    """torch.compile cannot look into other threads: what it compiles ends before this, and goes on after it."""
+    """Keep torch.compile out: it cannot look into other threads, so what it compiles ends before this and goes on
+    after.
+    """
     dynamo = sys.modules.get("torch._dynamo")
     return function(*arguments) if dynamo is None else dynamo.disable(function)(*arguments)
 

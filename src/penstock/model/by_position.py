@@ -116,12 +116,12 @@ class SkippingPart(ModulePart):
 
 
 def layers_of(model: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """The layers of an `nn.Sequential` in order, by name; one that stands there twice is there twice."""
+    """Return the layers of an `nn.Sequential` in order, by name; one that stands there twice is there twice."""
     return [(name, layer) for name, layer in model._modules.items() if layer is not None]
 
 
 def more_than_its_layers(model: Any) -> str:
-    """What a container does beside calling its layers in turn, and what a cut by position would leave out."""
+    """Describe what a container does beside calling its layers in turn, and what a cut by position would leave out."""
     if not isinstance(model, (nn.Sequential, nn.ModuleList)):
         return ""
     kind = nn.Sequential if isinstance(model, nn.Sequential) else nn.ModuleList
@@ -194,7 +194,7 @@ def split_by_position(
 
 
 def _aliases(modules: Sequence[nn.Module], names: Sequence[Names]) -> dict[str, str]:
-    """A parameter that stands in several places goes by its first name, also on a rank that has only a later one."""
+    """Name a parameter that stands in several places by its first name, also on a rank that has only a later one."""
     first: dict[int, str] = {}
     found = {}
     for module, own in zip(modules, names, strict=True):
@@ -243,7 +243,7 @@ def _groups(
 
 
 def _keywords(module: nn.Module) -> frozenset[str] | None:
-    """The keyword arguments that a module's forward takes; None when it takes any."""
+    """Return the keyword arguments that a module's forward takes; None when it takes any."""
     parameters = inspect.signature(module.forward).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
@@ -252,6 +252,6 @@ def _keywords(module: nn.Module) -> frozenset[str] | None:
 
 
 def _positional(module: nn.Module) -> tuple[str, ...]:
-    """The names of the places that positional arguments fill, in order."""
+    """Return the names of the places that positional arguments fill, in order."""
     parameters = inspect.signature(module.forward).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD)

@@ -87,7 +87,7 @@ def _cut(
 
 
 def _counts_at(model: nn.Module | Sequence[nn.Module], stages: int | None, split_at: Sequence[str]) -> list[int] | None:
-    """Layers a stage where the names are layers of an `nn.Sequential`: no look at an input is needed for that."""
+    """Return layers per stage where the names are layers of an `nn.Sequential`: that needs no look at an input."""
     if not isinstance(model, nn.Sequential):
         return None
     layers = [name for name, _ in layers_of(model)]
@@ -109,7 +109,7 @@ def _by_position(
     skips: Iterable[tuple[int, int]],
     example: Example | None,
 ) -> StagedModel:
-    """Equal counts unless something else was asked for; lists are cut already."""
+    """Cut by equal counts unless something else was asked for; lists are cut already."""
     weighed = balance.how is not None and balance.counts is None
     if not isinstance(model, nn.Sequential) or (stages is None and weighed):
         if weighed:

@@ -31,16 +31,16 @@ class DeclaresSkips(nn.Module):
     """A layer that says what it stashes for later layers and pops of earlier ones."""
 
     def stashable(self) -> Iterable[SkipKey]:
-        """The keys of the values that each forward puts into the table."""
+        """Return the keys of the values that each forward puts into the table."""
         raise NotImplementedError
 
     def poppable(self) -> Iterable[SkipKey]:
-        """The keys of the values that each forward takes out of the table."""
+        """Return the keys of the values that each forward takes out of the table."""
         raise NotImplementedError
 
 
 def waiting_skips() -> dict[SkipKey, Any]:
-    """The table of what was stashed and not popped yet, in the forward that this thread runs."""
+    """Return the table of what was stashed and not popped yet, in the forward that this thread runs."""
     table: dict[SkipKey, Any] | None = getattr(_thread, "table", None)
     if table is None:
         table = _thread.table = {}
@@ -55,7 +55,7 @@ def take_skip(key: SkipKey) -> Any:
 
 @contextmanager
 def use_skips(table: dict[SkipKey, Any]) -> Iterator[dict[SkipKey, Any]]:
-    """A context in which layers stash to and pop from this table alone."""
+    """Make layers stash to and pop from this table alone."""
     outer = getattr(_thread, "table", None)
     _thread.table = table
     try:
@@ -78,7 +78,7 @@ class SkipRoutes:
 
     @classmethod
     def of(cls, stage: int, module: nn.Module, routes: Routes) -> SkipRoutes | None:
-        """The routes of one stage; None where none of its layers declares a skip."""
+        """Return the routes of one stage; None where none of its layers declares a skip."""
         return cls(stage, routes) if any(isinstance(layer, DeclaresSkips) for layer in module.modules()) else None
 
     def around(
@@ -103,7 +103,7 @@ class SkipRoutes:
 
 
 def find_routes(modules: Sequence[nn.Module]) -> Routes:
-    """Which declared skips go from stage to stage, where these are the modules of the stages.
+    """Find which declared skips go from stage to stage, where these are the modules of the stages.
 
     Layers are looked for where the order of their calls is known: in `nn.Sequential`s, at any depth. What a layer of
     another kind has inside stashes and pops within that layer.

@@ -48,7 +48,7 @@ def lazy() -> Iterator[None]:
 
 
 def is_lazy(module: nn.Module) -> bool:
-    """Whether any parameter has no value yet."""
+    """Return whether any parameter has no value yet."""
     return any(parameter.device.type == "meta" for parameter in module.parameters())
 
 
@@ -118,7 +118,7 @@ def materialise(
             if parameter is not None and parameter.is_meta and (id(parameter) in mine or id(parameter) in others):
                 if id(parameter) not in made:
                     made[id(parameter)] = new(parameter)
-                    replaced.append(parameter)  # which keeps its id its own
+                    replaced.append(parameter)  # The reference keeps its id its own.
                 holder._parameters[name] = made[id(parameter)]
     mark_replaced(replaced)
     return missing

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-KINDS = 256  # of microbatches, by their shapes and plain values
+KINDS = 256  # Kinds of microbatches, by their shapes and plain values.
 
 Value = TypeVar("Value")
 
@@ -26,7 +26,7 @@ class LruCache(Generic[Value]):
         return len(self._values)
 
     def get(self, key: Hashable) -> Value | None:
-        """None if it is not known, or no longer."""
+        """Return None if it is not known, or no longer."""
         with self._lock:
             if key not in self._values:
                 return None

@@ -29,7 +29,8 @@ def moved(module: nn.Module, copy: Callable[[Tensor], Tensor]) -> Iterator[list[
             is_parameter = isinstance(tensor, nn.Parameter)
             copies[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if is_parameter else there
     try:
-        for holder, name, tensor in before:  # by `setattr`, which layers that keep lists of their weights look at
+        # Layers that keep lists of their weights notice a `setattr`.
+        for holder, name, tensor in before:
             setattr(holder, name, copies[id(tensor)])
         yield [each for each in copies.values() if isinstance(each, nn.Parameter) and each.requires_grad]
     finally:

@@ -7,18 +7,18 @@ from collections.abc import Iterable
 
 
 def dotted_name(*parts: str) -> str:
-    """The dotted name of something inside a module; the model itself is called ``."""
+    """Join the dotted name of something inside a module; the model itself is called ``."""
     return ".".join(filter(None, parts))
 
 
 def name_and_use(place: str) -> tuple[str, int]:
-    """The name, and which of its uses; the first where none is said."""
+    """Return the name, and which of its uses; the first where none is stated."""
     name, mark, use = place.rpartition("#")
     return (name, int(use)) if mark and use.isdecimal() and int(use) > 0 else (place, 1)
 
 
 def similar_names(name: str, names: Iterable[str], these: str) -> str:
-    """The end of an error about an unknown name: names that look like it, or else some that there are."""
+    """Write the end of an error about an unknown name: names that look like it, or else some that exist."""
     known = list(dict.fromkeys(names))
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     return f"; near: {', '.join(near)}" if near else f"; {these}: {', '.join(known[:12])}"

@@ -33,7 +33,7 @@ class Names(dict[str, str]):
         return self._prefix + name
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The same as `names[name]`: there is an answer for every name."""
+        """Return the same as `names[name]`: there is an answer for every name."""
         return self[name]
 
 
@@ -66,31 +66,33 @@ class StagePart:
         raise NotImplementedError
 
     def reads(self) -> Iterable[Tensor]:
-        """Buffers outside of its module that its code may read: they have to stay where they are."""
+        """Return buffers outside of its module that its code may read: they have to stay where they are."""
         return ()
 
     def settle(self) -> None:
-        """Parameters and buffers of other stages may have no values here any more."""
+        """Settle the stage: parameters and buffers of other stages may have no values here any more."""
 
     def before_sharding(self) -> None:
-        """This process's parameters are about to be taken apart: find out what needs them complete."""
+        """Find out what needs this process's parameters complete, before they are taken apart."""
 
     def poison(self) -> bool:
         """Fill values that the stage does not need with NaN, for a comparison; whether it computes with such at all."""
         return False
 
     def begin(self, settings: Sequence[AttributeChange]) -> None:
-        """Before the first step: all attributes of the user's modules, some of which may be others than at the cut."""
+        """Note all attributes of the user's modules before the first step; some may be others than at the cut."""
 
     def follow(self, changes: Sequence[AttributeChange]) -> None:
-        """Before a step: these attributes of the user's modules are others now, or, of parameters, of another type."""
+        """Take over, before a step, attributes of the user's modules that are others now, or parameters of another
+        type.
+        """
 
     def fault(self) -> str:
-        """What the user's model is set to that this stage cannot follow; or nothing."""
+        """Return what the user's model is set to that this stage cannot follow, or an empty text."""
         return ""
 
     def give_back(self, settings: ModuleSettings) -> None:
-        """After a step: set on the user's modules what the code of their copies has set."""
+        """Set on the user's modules, after a step, what the code of their copies has set."""
 
 
 def hang(root: nn.Module, name: str, tensor: Tensor, persistent: bool = True) -> None:
@@ -106,12 +108,19 @@ def hang(root: nn.Module, name: str, tensor: Tensor, persistent: bool = True) ->
             root._non_persistent_buffers_set.add(leaf)
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Return the first of the names that each parameter has, as `named_parameters` gives it, by every name."""
+    own = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {name: own[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
 def state_names(module: nn.Module) -> list[str]:
-    """Every name under which the module has something: parameters, all buffers, and what only its state knows.
+    """Return every name under which the module has something: parameters, all buffers, and what only its state knows.
 
     A buffer that is None has its name too: a forward may fill it later.
     """
     found = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     for place, holder in module.named_modules(remove_duplicate=False):
-        found += [dotted_name(place, name) for name, _ in holder._buffers.items()]  # of a scripted one, no dict
+        # Those of a scripted module are no dict.
+        found += [dotted_name(place, name) for name, _ in holder._buffers.items()]
     return list(dict.fromkeys((*found, *module.state_dict(keep_vars=True))))

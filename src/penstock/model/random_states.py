@@ -13,7 +13,7 @@ from torch import Generator, Tensor, nn
 
 from penstock.devices import CPU, generator_of, generators
 
-TorchState = tuple[Tensor, list[Tensor]]  # of the CPU; of every device of the accelerator
+TorchState = tuple[Tensor, list[Tensor]]  # The state of the CPU, and of every device of the accelerator.
 _ONE_AT_A_TIME = threading.RLock()  # threads that ask torch for the state of a generator, or set it
 
 
@@ -52,7 +52,9 @@ def seed_torch(seed: int, generator: Generator = torch.default_generator) -> Non
 
 
 def generators_of(model: nn.Module, everywhere: bool) -> list[Any]:
-    """The random generators that modules have as attributes; with `everywhere`, all others that there are in Python."""
+    """Return the random generators that modules have as attributes; with `everywhere`, all others that there are in
+    Python.
+    """
     numpy: Any = sys.modules.get("numpy")
     kinds = {random.Random, *(() if numpy is None else (numpy.random.Generator, numpy.random.RandomState))}
     attributes = [value for module in model.modules() for value in vars(module).values()]
@@ -61,7 +63,7 @@ def generators_of(model: nn.Module, everywhere: bool) -> list[Any]:
 
 
 def states_of(generators: list[Any], torchs: bool) -> list[tuple[str, Any]]:
-    """The state of each generator, with a name for it."""
+    """Return the state of each generator, with a name for it."""
     python, array, (tensor, _) = global_states()
     found: list[tuple[str, Any]] = [("Python's random", python), ("numpy's random", _comparable(array))]
     if torchs:
@@ -78,7 +80,7 @@ def states_of(generators: list[Any], torchs: bool) -> list[tuple[str, Any]]:
 
 
 def _comparable(state: Any) -> Any:
-    """A state with bytes for its arrays: these do not compare as one value, and their `repr` takes milliseconds."""
+    """Return a state with bytes for its arrays: these do not compare as one value, and their `repr` takes long."""
     if isinstance(state, dict):
         return {name: _comparable(value) for name, value in state.items()}
     if isinstance(state, tuple):
@@ -87,7 +89,7 @@ def _comparable(state: Any) -> Any:
 
 
 def global_states() -> tuple[Any, Any, TorchState]:
-    """The states of the global generators of Python, numpy and torch."""
+    """Return the states of the global generators of Python, numpy and torch."""
     numpy: Any = sys.modules.get("numpy")
     return random.getstate(), None if numpy is None else numpy.random.get_state(), random_state()
 

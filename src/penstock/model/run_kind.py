@@ -12,15 +12,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-DRY = "dry"  # only to learn something about the code
-EVERYWHERE = "everywhere"  # between the units of a model, on every stage
+DRY = "dry"  # It only serves to learn something about the code.
+EVERYWHERE = "everywhere"  # Between the units of a model, on every stage.
 
 _now = threading.local()
 
 
 @contextmanager
 def run_as(kind: str | None) -> Iterator[None]:
-    """What runs inside is of this kind; None: it counts. Inside of a dry run, all is dry."""
+    """Mark what runs inside as of this kind; None: it counts. Inside of a dry run, all is dry."""
     outer = run_kind()
     _now.kind = outer if outer == DRY else kind
     try:
@@ -30,5 +30,5 @@ def run_as(kind: str | None) -> Iterator[None]:
 
 
 def run_kind() -> str | None:
-    """`DRY`, `EVERYWHERE`, or None where what runs counts."""
+    """Return `DRY`, `EVERYWHERE`, or None where what runs counts."""
     return getattr(_now, "kind", None)

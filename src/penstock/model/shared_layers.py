@@ -20,7 +20,7 @@ from penstock.model.replay.recording.snapshot import changed_by, own_state
 
 
 def refuse_shared_norms(modules: Sequence[nn.Module], names: Sequence[Mapping[str, str]]) -> None:
-    """Running statistics have one order of updates, which two stages that share them would not keep."""
+    """Refuse norms with running statistics in two stages: these have one order of updates, which would not be kept."""
     where: dict[int, tuple[int, str]] = {}
     for index, module in enumerate(modules):
         for name, layer in module.named_modules():
@@ -50,12 +50,12 @@ class SharedLayers:
 
     @classmethod
     def of(cls, index: int, modules: Sequence[nn.Module], names: Mapping[str, str]) -> Self | None:
-        """The shared layers of one stage; None where it shares none."""
+        """Return the shared layers of one stage; None where it shares none."""
         state = cls(index, modules, names)
         return state if state._found else None
 
     def kept(self, run: Callable[[], Any]) -> Any:
-        """What `run` returns, if it leaves all of that as it is."""
+        """Return what `run` returns, if it leaves all of that as it is."""
         before = [own_state(layer) for _, _, layer in self._found]
         result = run()
         for (prefix, other, layer), old in zip(self._found, before, strict=True):

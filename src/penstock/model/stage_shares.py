@@ -15,8 +15,9 @@ from penstock.model.staged_model import StagedModel
 from penstock.schedule.schedule import Schedule
 
 UNEVEN = 1.5  # times a fair share, beside its largest layer, is more than an even cut leaves on a stage
-NEARLY_ALL = 0.9  # where it is not parameters that are balanced: few models have so many of them in a part of the time
-NOTICED = 0.25  # of the parameters
+# Used where it is not parameters that are balanced: few models have so many of them in a part of the time.
+NEARLY_ALL = 0.9
+NOTICED = 0.25  # Share of the parameters.
 
 
 def doubts_about(
@@ -29,65 +30,79 @@ def doubts_about(
         by_parameters: Whether parameters are what the cut should even out.
         schedule_for: Returns the schedule of so many stages, if it is known: the stages of a rank count together.
     """
-    sizes: dict[int, int] = {}
-    names: dict[int, str] = {}
-    trained: set[int] = set()
-    stages_of: dict[int, list[int]] = defaultdict(list)
-    for holding in staged.holdings():
-        for name, parameter in holding.module.named_parameters():
-            own = id(parameter)
-            sizes[own], names[own] = parameter.numel(), holding.names.get(name, name)
-            trained.update([own] if parameter.requires_grad else [])
-            stages_of[own].append(holding.stage)
-    total = sum(sizes.values())
-    if not total or staged.stages < 2:
+    found = _Parameters(staged)
+    if not found.total or staged.stages < 2:
         return ()
-
-    def share(of: Iterable[int]) -> str:
-        return f"{sum(sizes[own] for own in of) / total:.0%}"
-
-    def layers(of: Iterable[int]) -> list[tuple[str, int]]:
-        found: dict[str, int] = defaultdict(int)
-        for own in of:
-            found[names[own].rpartition(".")[0] or names[own]] += sizes[own]
-        return sorted(found.items(), key=lambda layer: -layer[1]) or [("", 0)]
-
-    def largest(of: Iterable[int]) -> str:
-        found = layers(of)
-        most = ", ".join(f"{layer} {size / total:.0%}" for layer, size in found[:3])
-        return most + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-
-    def held(some: Collection[int]) -> list[int]:
-        return [own for own, stages in stages_of.items() if not set(some).isdisjoint(stages)]
-
-    def uneven(groups: Sequence[Collection[int]]) -> list[str]:
-        limit = max(UNEVEN / len(groups), 0.0 if by_parameters else NEARLY_ALL) * total
-        return [
-            f"{_stages(some)} {'has' if len(some) == 1 else 'have'} {share(of)} of the model's parameters "
-            f"({largest(of)}), where {1 / len(groups):.0%} would be even; name other places to cut with split_at=, or "
-            f"pass other weights with balance="
-            for some in groups
-            for of in [held(some)]
-            if sum(sizes[own] for own in of) - layers(of)[0][1] > limit
-        ]
-
-    doubts = uneven([[stage] for stage in range(staged.stages)])
+    doubts = _uneven(found, [[stage] for stage in range(staged.stages)], by_parameters)
     schedule = schedule_for(staged.stages) if doubts else None
     if schedule is not None:
-        doubts = uneven([schedule.placement.stages_of(rank) for rank in range(schedule.ranks)])
-    empty = [stage for stage in range(staged.stages) if not held([stage])]
+        ranks = [schedule.placement.stages_of(rank) for rank in range(schedule.ranks)]
+        doubts = _uneven(found, ranks, by_parameters)
+    empty = [stage for stage in range(staged.stages) if not found.held([stage])]
     if empty:
         doubts.append(f"no parameters are on {_stages(empty)}; pass fewer stages, or other counts with balance=")
     tied = _tied(staged.model)
-    for stages in sorted({tuple(found) for found in stages_of.values() if len(set(found)) > 1}):
-        both = [own for own, found in stages_of.items() if tuple(found) == stages and own in trained - tied]
-        if sum(sizes[own] for own in both) > NOTICED * total:
+    for stages in sorted({tuple(each) for each in found.stages_of.values() if len(set(each)) > 1}):
+        both = [own for own, each in found.stages_of.items() if tuple(each) == stages and own in found.trained - tied]
+        if found.size(both) > NOTICED * found.total:
             doubts.append(
-                f"{_stages(stages)} each hold and train {share(both)} of the model's parameters "
-                f"({largest(both)}), because the model's code uses them in several places or reads them outside of "
-                f"modules that it calls; let one module own and use them, or cut where all uses are on one stage"
+                f"{_stages(stages)} each hold and train {found.share(both)} of the model's parameters "
+                f"({found.largest(both)}), because the model's code uses them in several places or reads them outside "
+                f"of modules that it calls; let one module own and use them, or cut where all uses are on one stage"
             )
     return tuple(doubts)
+
+
+class _Parameters:
+    """The parameters of a model in stages, each by its id."""
+
+    def __init__(self, staged: StagedModel) -> None:
+        self.sizes: dict[int, int] = {}
+        self.names: dict[int, str] = {}
+        self.trained: set[int] = set()
+        self.stages_of: dict[int, list[int]] = defaultdict(list)
+        for holding in staged.holdings():
+            for name, parameter in holding.module.named_parameters():
+                own = id(parameter)
+                self.sizes[own], self.names[own] = parameter.numel(), holding.names.get(name, name)
+                self.trained.update([own] if parameter.requires_grad else [])
+                self.stages_of[own].append(holding.stage)
+        self.total = sum(self.sizes.values())
+
+    def held(self, some: Collection[int]) -> list[int]:
+        """Return the parameters of some stages."""
+        return [own for own, stages in self.stages_of.items() if not set(some).isdisjoint(stages)]
+
+    def size(self, of: Iterable[int]) -> int:
+        return sum(self.sizes[own] for own in of)
+
+    def share(self, of: Iterable[int]) -> str:
+        return f"{self.size(of) / self.total:.0%}"
+
+    def layers(self, of: Iterable[int]) -> list[tuple[str, int]]:
+        """Return the layers that have these parameters, with their sizes, the largest first."""
+        found: dict[str, int] = defaultdict(int)
+        for own in of:
+            found[self.names[own].rpartition(".")[0] or self.names[own]] += self.sizes[own]
+        return sorted(found.items(), key=lambda layer: -layer[1]) or [("", 0)]
+
+    def largest(self, of: Iterable[int]) -> str:
+        """Name the largest layers that have these parameters."""
+        found = self.layers(of)
+        most = ", ".join(f"{layer} {size / self.total:.0%}" for layer, size in found[:3])
+        return most + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+
+
+def _uneven(found: _Parameters, groups: Sequence[Collection[int]], by_parameters: bool) -> list[str]:
+    limit = max(UNEVEN / len(groups), 0.0 if by_parameters else NEARLY_ALL) * found.total
+    return [
+        f"{_stages(some)} {'has' if len(some) == 1 else 'have'} {found.share(of)} of the model's parameters "
+        f"({found.largest(of)}), where {1 / len(groups):.0%} would be even; name other places to cut with split_at=, "
+        f"or pass other weights with balance="
+        for some in groups
+        for of in [found.held(some)]
+        if found.size(of) - found.layers(of)[0][1] > limit
+    ]
 
 
 def _stages(some: Collection[int]) -> str:

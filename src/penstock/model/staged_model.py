@@ -36,16 +36,20 @@ class StagedModel:
     topology: Topology
     how: str  # one sentence for the user: in which way it was cut
     model: Any = None  # what was cut: a module, or a list of stage modules
-    aliases: Mapping[str, str] = field(default_factory=dict)  # of tied parameters: other name -> the model's own
-    repeated: Mapping[str, str] = field(default_factory=dict)  # in the model's state, of no part: name -> a part's name
+    # Other names of tied parameters -> the model's own.
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    # Names in the model's state that are of no part -> a part's name.
+    repeated: Mapping[str, str] = field(default_factory=dict)
     weights: tuple[Any, ...] = ()  # what each piece weighs, where that is known
     balance: tuple[int, ...] = ()  # the layers or units that each stage has, counted as `balance=` counts them
     cuts: tuple[int, ...] = ()  # the pieces with which stages 1, 2, ... begin
     allowed: tuple[int, ...] = ()  # the pieces with which a stage may begin; none: any
     recut: Callable[[Sequence[int]], StagedModel] | None = None  # the same model, cut before these pieces
     loss: Holding | None = None  # what the loss function holds, beside the last stage
-    order: tuple[str, ...] = ()  # of the names in the model's state, where it is not that of the parts
-    origin: Mapping[str, Any] | None = None  # of a model of transformers or with peft's adapters: their configurations
+    # Names in the model's state, where their order is not that of the parts.
+    order: tuple[str, ...] = ()
+    # Configurations of a model of transformers or with peft's adapters.
+    origin: Mapping[str, Any] | None = None
     fallback: str = ""  # why it is this way, where another that comes first has refused the model
 
     doubts: tuple[str, ...] = ()  # what is odd about the stages, a sentence each (`stage_shares.py`)
@@ -70,11 +74,11 @@ class StagedModel:
         return len(self.parts)
 
     def holdings(self) -> list[Holding]:
-        """All that the stages hold, in their order, and then the loss."""
+        """Return all that the stages hold, in their order, and then the loss."""
         found = [Holding(part.index, part.module, part.names) for part in self.parts]
         return found if self.loss is None else [*found, self.loss]
 
     def weights_of(self, stage: int) -> tuple[Any, ...]:
-        """What the pieces of one stage weigh, where that is known."""
+        """Return what the pieces of one stage weigh, where that is known."""
         bounds = [0, *self.cuts, len(self.weights)]
         return self.weights[bounds[stage] : bounds[stage + 1]] if self.weights else ()

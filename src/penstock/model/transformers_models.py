@@ -13,7 +13,7 @@ ADAPTER = "default"  # the name that peft gives an adapter when nobody chooses o
 
 
 def default_inputs(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs that a pipeline gives a model unless the user does.
+    """Return inputs that a pipeline gives a model unless the user does.
 
     Training needs no key-value cache, and one would carry tensors from layer to layer past all that can be seen.
 
@@ -29,13 +29,14 @@ def default_inputs(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any
 
 
 def _caches(config: Any) -> bool:
-    """Whether a model, or the language model in it, would make a cache by itself."""
+    """Return whether a model, or the language model in it, would make a cache by itself."""
     inner = config.get_text_config() if hasattr(config, "get_text_config") else config
     return bool(getattr(config, "use_cache", False) or getattr(inner, "use_cache", False))
 
 
 def origin_of(model: Any) -> dict[str, Any] | None:
-    """What the JSON files beside the weights would say, for a model of transformers or one with adapters; else None.
+    """Return what the JSON files beside the weights would hold, for a model of transformers or one with adapters; else
+    None.
 
     Both are recognised without importing their libraries.
     """

@@ -79,6 +79,12 @@ class GradScaler(torch.amp.GradScaler):
         """Return the factor of the next step's loss; raise if its gradients would be added to unscaled ones."""
         if not self.is_enabled():
             return 1.0
+        if self._pipe.deployment.ranks.transactions[0].has_hooks():
+            raise UsageError(
+                f"register_post_accumulate_grad_hook on a parameter would be called with a gradient that is scaled by "
+                f"{self.get_scale():g}, before the ranks know whether it is finite; leave the optimizer to "
+                f"scaler.step(optimizer), or train without loss scaling: bf16 needs none"
+            )
         if self._done():
             raise UsageError(
                 "the gradients of the last step are unscaled already, and this step's would be added to them; call "

@@ -106,7 +106,7 @@ def parity(
     """
     _check_arguments(model, pipeline)
     options = {**pipeline, "transport": "threads", "group": None, "mesh": None}
-    options.pop("parallel_options", None)  # in one process there is one pipeline
+    options.pop("parallel_options", None)  # In one process there is one pipeline.
     cut = {name: pipeline[name] for name in CUTS if name in pipeline}
     cut["example"] = plain_example(cut.get("example"))
     cut["options"] = pipeline.get("cut_options", CutOptions())
@@ -116,7 +116,8 @@ def parity(
         for _ in range(3)
     )
     with Pipeline(piped, **options) as pipe:
-        home = pipe.deployment.devices.get(pipe.deployment.placement.rank_of(0))  # of the plain loop, which has one
+        # The plain loop has one device.
+        home = pipe.deployment.devices.get(pipe.deployment.placement.rank_of(0))
         for each, its_loss in ((own, own_loss_fn), (single, single_loss_fn)):
             prepare_batch_norm(each, pipe.batches.options.batch_norm)
             for module in (*(each if isinstance(each, Sequence) else [each]), module_of(its_loss)):
@@ -170,12 +171,12 @@ def _accumulate(
     generators.draw_on(home_of(part.module for part in split.parts) or CPU)
     for part in split.parts:
         part.around = generators.unit_stream
-    fresh = [FreshGradients(part.module) for part in split.parts]  # which autograd itself does not see to
+    fresh = [FreshGradients(part.module) for part in split.parts]  # Autograd itself does not see to these.
     for step in range(STEPS):
         for each in fresh:
             each.begin_step()
         total: Tensor | None = None
-        statistics = Statistics()  # of batch norms that see each batch once
+        statistics = Statistics()  # Statistics of batch norms that see each batch once.
         shares = BatchShares(pipe.batches.weighing, batch, Replication(), training=True)
         with trace.watching(step):
             for number in range(pipe.microbatches):
@@ -210,7 +211,7 @@ def _plain_forward(
     statistics: Statistics,
     loss_fn: Any,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The loss of one microbatch, and all extra losses."""
+    """Return the loss of one microbatch, and all extra losses."""
     payloads: dict[tuple[int, int], Any] = {}
     extra: list[Tensor] = []
     result: Tensor | None = None
@@ -255,7 +256,7 @@ def _compare(pipe: Pipeline, plain: TensorTrace, piped: TensorTrace, tolerance: 
 
 
 def _adds_in_order(pipe: Pipeline, stage: int) -> bool:
-    """Gradients are added in B, or in I (what cannot wait) and W: all must go microbatch by microbatch."""
+    """Return whether gradients, which are added in B, or in I and W, are added microbatch by microbatch."""
     actions = [action for _, _, action in pipe.schedule.parts() if action.stage == stage]
     orders = [[action.microbatch for action in actions if action.op in (Op.B, last)] for last in (Op.I, Op.W)]
     return all(order == sorted(order) for order in orders)

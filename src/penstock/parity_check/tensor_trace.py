@@ -14,7 +14,7 @@ from penstock.model.staged_model import StagedModel
 from penstock.pipeline import Pipeline
 from penstock.runtime.engine.stage import Stage, StageInput
 
-AFTER = 2**31  # as the number of a microbatch: when all are done
+AFTER = 2**31  # Stands for the number of a microbatch when all are done.
 
 
 class TensorPlace(NamedTuple):
@@ -50,7 +50,7 @@ class TensorTrace:
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
-        """A context around a step, which keeps what each backward gives to each parameter."""
+        """Surround a step, and keep what each backward gives to each parameter."""
         self._step = step
         with ExitStack() as hooks:
             for part in self._split.parts:
@@ -72,7 +72,7 @@ class TensorTrace:
     def keep_forward(
         self, stage: int, number: int, emitted: Mapping[int, Any], loss: Any, extra: Iterable[Any]
     ) -> None:
-        """What a stage made of a microbatch, and what that did to its buffers."""
+        """Keep what a stage made of a microbatch, and what that did to its buffers."""
         place = TensorPlace(self._step, 0, stage, number, "output", "")
         leaves = [
             leaf for key in sorted(emitted) for leaf in pytree.tree_leaves(emitted[key]) if isinstance(leaf, Tensor)
@@ -86,7 +86,7 @@ class TensorTrace:
             self.tensors[place._replace(kind=kind, name=name)] = tensor.detach().clone()
 
     def keep_step(self, loss: Tensor | None) -> None:
-        """What a step leaves behind."""
+        """Keep what a step leaves behind."""
         for part in self._split.parts:
             place = TensorPlace(self._step, 2, part.index, AFTER, "gradient", "")
             named = self._buffers(part.index)
@@ -101,7 +101,7 @@ class TensorTrace:
             self.tensors[place] = loss.detach().clone()
 
     def summed(self) -> dict[tuple[int, str], Tensor]:
-        """What steps leave behind, by (step, name), whichever stage has it."""
+        """Return what steps leave behind, by (step, name), whichever stage has it."""
         return {(place.step, place.name): tensor for place, tensor in self.tensors.items() if place.phase == 2}
 
     def _buffers(self, stage: int) -> list[tuple[str, str, Tensor]]:
@@ -112,7 +112,7 @@ class TensorTrace:
 
 @contextmanager
 def watching_stages(pipe: Pipeline, trace: TensorTrace) -> Iterator[None]:
-    """A context in which the trace hears what stages emit, and which microbatch they go back through."""
+    """Let the trace see what stages emit, and which microbatch they go back through."""
     stages = {
         index: stage
         for executor in pipe.deployment.ranks.executors.values()

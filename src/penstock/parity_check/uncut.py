@@ -18,11 +18,11 @@ from penstock.model.cut import cut_model
 from penstock.model.cut_options import CutOptions
 from penstock.model.staged_model import StagedModel
 
-ROUNDINGS = 4  # of the largest gradient
+ROUNDINGS = 4  # Times the rounding of the largest gradient.
 
 
 def uncut(split: StagedModel, model: Any, cut: Mapping[str, Any]) -> StagedModel | None:
-    """The model in one stage, where its cut could hide a mistake: where stages compute with values of no use.
+    """Return the model in one stage, where its cut could hide a mistake: where stages compute with values of no use.
 
     Of the cut one, these values become NaN.
     """
@@ -38,7 +38,7 @@ def compare_uncut(
     whole: Mapping[tuple[int, str], Tensor],
     tolerance: float | None,
 ) -> None:
-    """Gradients, buffers and losses, by name; a tied parameter has several, of which the model uses the first."""
+    """Compare gradients, buffers and losses, by name; of a tied parameter's names the model uses the first."""
     prefix = "summed gradient of "
     scale = largest(tensor for (_, name), tensor in whole.items() if name.startswith(prefix))
     for (step, name), have in cut.items():
@@ -53,12 +53,12 @@ def compare_uncut(
 
 
 def largest(tensors: Iterable[Tensor]) -> float:
-    """The largest number in them all, of those that are numbers."""
+    """Return the largest number in them all, of those that are numbers."""
     return max((each.abs().nan_to_num(0.0, 0.0, 0.0).max().item() for each in tensors if each.numel()), default=0.0)
 
 
 def check_close(place: object, want: Tensor, have: Tensor, tolerance: float, scale: float = 0.0) -> float:
-    """How far apart, relative to the largest entry; an error where that is too far.
+    """Return how far apart they are, relative to the largest entry; raise where that is too far.
 
     `scale` is the largest gradient of the model: where a gradient is 0 by mathematics (of an attention's key bias),
     what it consists of is the rounding of others, and where that is allowed at all, a few of it are.

@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock import writing
 from penstock.errors import UsageError
+from penstock.planner.cluster import Cluster
 from penstock.planner.fake_model import IN_MEMORY
 from penstock.planner.layout import MeshLayout
 from penstock.planner.plans import Plan
@@ -103,9 +104,10 @@ def priced_settings(config: TrainConfig) -> str:
     return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def to_toml(config: TrainConfig) -> str:
-    """The keys of a configuration that differ from the defaults, as TOML."""
-    return "\n".join(_tables(to_document(config), dataclasses.asdict(TrainConfig()), "")).strip() + "\n"
+def to_toml(settings: TrainConfig | Cluster) -> str:
+    """Return the keys of a configuration, or of a cluster, that differ from the defaults, as TOML."""
+    own, default = (dataclasses.asdict(each) for each in (settings, type(settings)()))
+    return "\n".join(_tables(own, default, "")).strip() + "\n"
 
 
 def _tables(document: Mapping[str, Any], default: Mapping[str, Any], path: str) -> Iterator[str]:

@@ -21,8 +21,6 @@ from typing import Any, NamedTuple, NoReturn, Self, cast
 
 from penstock.errors import Fault, NotationError
 
-__all__ = ["Action", "Op", "parse"]
-
 
 class Op(IntEnum):
     """The kind of an action.

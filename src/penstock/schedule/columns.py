@@ -19,8 +19,6 @@ from penstock.errors import UsageError
 from penstock.schedule.action import Action, Op, trusted
 from penstock.schedule.seen import Row
 
-__all__ = ["Array", "Columns", "blocks", "check_size"]
-
 Array = Any  # An array of numpy, which is not imported for the sake of a name.
 OPS = tuple(Op)
 NAMES = tuple(Op.__members__)

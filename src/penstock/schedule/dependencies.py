@@ -30,8 +30,6 @@ from penstock.schedule.events import Waits
 from penstock.schedule.placement import Placement
 from penstock.schedule.topology import Topology
 
-__all__ = ["Needs", "Stuck", "Table", "Value", "makes", "needs", "stuck_at", "waits_in_cells", "waits_of"]
-
 
 class Value(IntEnum):
     """What a stage makes for a microbatch."""

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from penstock.schedule.columns import Array
 
-__all__ = ["Outcome", "Waits", "run"]
-
 MANY = 64  # rows, and events in each, from which it pays to run all rows together
 
 

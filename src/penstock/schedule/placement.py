@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from penstock.errors import UsageError
 from penstock.rules import check_count, is_index
 
-__all__ = ["Placement"]
-
 
 @dataclass(frozen=True)
 class Placement:

@@ -13,8 +13,6 @@ from penstock.rules import check_count
 from penstock.schedule.columns import Columns
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["repeated"]
-
 
 def repeated(schedule: Schedule, steps: int) -> Schedule:
     """Return the schedule of that many steps: each rank runs its row once per step, and microbatches are counted on.

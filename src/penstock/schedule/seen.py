@@ -14,20 +14,6 @@ from penstock.errors import Fault, NotationError, ScheduleError, UsageError
 from penstock.schedule.action import Action, Op, parse
 from penstock.schedule.placement import Placement
 
-__all__ = [
-    "PASSES",
-    "Row",
-    "actions_of",
-    "forwards_seen",
-    "microbatches_seen",
-    "ops_of",
-    "parts_of",
-    "passes_seen",
-    "placement_seen",
-    "rows_of",
-    "skips_seen",
-]
-
 Row = tuple[Action | None, ...]
 PASSES = frozenset(("transfers", "reductions", "shards"))
 

@@ -19,8 +19,6 @@ from typing import NamedTuple
 from penstock.errors import UsageError
 from penstock.schedule.placement import Placement
 
-__all__ = ["Link", "Topology", "links"]
-
 
 @dataclass(frozen=True)
 class Topology:

@@ -15,7 +15,7 @@ from penstock.view.figures import number
 Points = Sequence[tuple[float, float]]  # steps and losses
 WIDTH, HEIGHT = 800, 260
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 12, 34
-COLUMNS = 400  # at most so many places of the training loss
+COLUMNS = 400  # The training loss is drawn at no more places.
 TICKS = 5
 
 
@@ -27,7 +27,7 @@ class Curve:
     validation: Points = ()
 
     def svg(self) -> str:
-        """The drawing, or nothing where there is nothing to draw."""
+        """Draw it, or return nothing where there is nothing to draw."""
         training, validation = _finite(self.training), _finite(self.validation)
         if not training and not validation:
             return ""
@@ -93,7 +93,7 @@ class _Drawing:
         return " ".join(f"{self.x(step):.1f},{self.y(value):.1f}" for step, value in points)
 
     def words(self) -> str:
-        """The drawing for those who hear it."""
+        """Describe the drawing for those who hear it."""
         told = []
         if self.training:
             (first, begin), (last, end) = self.training[0], self.training[-1]
@@ -105,7 +105,7 @@ class _Drawing:
 
 
 def _columns(points: Points) -> list[tuple[float, float, float, float]]:
-    """(step, lowest, mean, highest) of the steps that share a column."""
+    """Return (step, lowest, mean, highest) of the steps that share a column."""
     size = max(1, math.ceil(len(points) / COLUMNS))
     parts = [points[begin : begin + size] for begin in range(0, len(points), size)]
     return [

@@ -15,24 +15,24 @@ SHARED = ("runs.js", "drawing.js", "gantt.js", "memory.js", "scatter.js", "navig
 
 
 def asset(name: str) -> str:
-    """The text of a file that comes with the package."""
+    """Return the text of a file that comes with the package."""
     return resources.files("penstock.view").joinpath("assets", *name.split("/")).read_text(encoding="utf-8")
 
 
 def embedded(document: object) -> str:
-    """JSON that can stand inside of a page."""
+    """Write JSON that can stand inside of a page."""
     text = json.dumps(document, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def filled(frame: str, **parts: str) -> str:
-    """A frame with what stands between its `@@` signs filled in; what is filled in is never looked at again."""
+    """Fill in what stands between the `@@` signs of a frame; what is filled in is never looked at again."""
     pieces = asset(frame).split("@@")
     return "".join(parts[piece] if odd % 2 else piece for odd, piece in enumerate(pieces))
 
 
 def ops() -> dict[str, dict[str, Any]]:
-    """How each op looks: its letter, meaning, and colours by the stage of a rank."""
+    """Return how each op looks: its letter, meaning, and colours by the stage of a rank."""
     return {
         op.name: {"letter": op.name, "meaning": MEANINGS[op], "shades": shades(COLOURS[op]), "pair": op.is_pair}
         for op in COLOURS

@@ -30,17 +30,18 @@ MEANINGS = {
 DARKER = 0.05
 SHADES = 4
 
-ROUNDED = 0.99995  # of a unit is written as a whole one
+# A share of a unit from which on it is written as a whole one.
+ROUNDED = 0.99995
 SHARES = ("fill", "wait", "drain", "other")
 
 
 class Idle(NamedTuple):
     """Shares of the makespan in which a rank does not compute."""
 
-    fill: float  # before its first compute
-    wait: float  # between computes, for a peer
-    drain: float  # after its last compute
-    other: float  # between computes, for itself: sends, the host
+    fill: float  # Before its first compute.
+    wait: float  # Between computes, for a peer.
+    drain: float  # After its last compute.
+    other: float  # Between computes, for itself: sends, the host.
 
     @property
     def total(self) -> float:
@@ -48,13 +49,13 @@ class Idle(NamedTuple):
 
 
 def shades(colour: str) -> list[str]:
-    """A colour as it is in the first stage of a rank, in the second, and so on."""
+    """Return a colour as it is in the first stage of a rank, in the second, and so on."""
     parts = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
     return ["#" + "".join(f"{round(part * (1 - DARKER * stage)):02x}" for part in parts) for stage in range(SHADES)]
 
 
 def idle_shares(timeline: Timeline) -> tuple[Idle, ...]:
-    """The idle share of each rank, by what it is."""
+    """Return the idle share of each rank, by what it is."""
     whole = timeline.makespan
     found = []
     for row in timeline.by_rank:
@@ -70,7 +71,7 @@ def idle_shares(timeline: Timeline) -> tuple[Idle, ...]:
 
 
 def in_flight(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
-    """(time, microbatch-stages in flight from then on) of a rank: F takes one as it starts, B or W gives it back."""
+    """Return (time, microbatch-stages in flight from then on) of a rank: F takes one as it starts, B or W frees it."""
     held = 0
     found: list[tuple[float, int]] = []
     changes: list[tuple[float, int]] = []
@@ -92,23 +93,23 @@ def in_flight(timeline: Timeline, rank: int) -> list[tuple[float, int]]:
 
 
 def printable(text: str) -> str:
-    """Without letters that would do something to a terminal, or that XML has no place for."""
+    """Remove letters that would do something to a terminal, or that XML has no place for."""
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
 
 
 def counted(count: int, word: str) -> str:
-    """`1 rank`, `2 microbatches`."""
+    """Format a count: `1 rank`, `2 microbatches`."""
     plural = f"{word}es" if word.endswith("ch") else f"{word}s"
     return f"{count:,} {word if count == 1 else plural}"
 
 
 def number(value: float) -> str:
-    """Four digits, and no trailing zeros."""
+    """Format a number with four digits, and no trailing zeros."""
     return f"{value:.4g}"
 
 
 def bytes_text(value: float) -> str:
-    """`1.5 GB`."""
+    """Format bytes: `1.5 GB`."""
     for name, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= size:
             return f"{number(value / size)} {name}"
@@ -120,7 +121,7 @@ def percent(share: float) -> str:
 
 
 def time_text(value: float, unit: str) -> str:
-    """A length of time with its unit; seconds are shown as s, ms or us."""
+    """Format a length of time with its unit; seconds are shown as s, ms or us."""
     if unit != "s":
         return f"{number(value)} {unit}".rstrip()
     for name, size in (("s", 1.0), ("ms", 1e-3)):

@@ -23,18 +23,18 @@ NARROWEST = 16
 NARROW = 40  # columns, below which ranks are numbers and their idle shares are left out
 FEW = 3  # spans in a column: of more, none is worth a name
 WHOLE_NAMES = 6  # columns of a mean span; in less, the stage is left out of every name
-MOSTLY = 0.4  # of a column: less is shown as idle
+MOSTLY = 0.4  # Share of a column: less is shown as idle.
 
 
 def gantt(runs: Sequence[Run], width: int = 100, ascii_only: bool = False) -> Text:
-    """All runs, one below the other, on one scale where they have one unit."""
+    """Draw all runs, one below the other, on one scale where they have one unit."""
     shared = common_scale(runs)
     lines = [line for run in runs for line in _run(run, max(width, NARROWEST), shared, ascii_only)]
     return Text("\n").join([*lines[:-1], legend(runs, width)]) if lines else Text()
 
 
 def legend(runs: Sequence[Run], width: int) -> Text:
-    """What the colours and letters mean, of those that are there; a line holds as many as it has room for."""
+    """Explain the colours and letters that occur; a line holds as many as it has room for."""
     there = {span.action.op for run in runs for span in run.timeline.spans}
     text, used = Text(), 0
     for op, colour in COLOURS.items():
@@ -91,7 +91,9 @@ def _row(row: Sequence[Span], timeline: Timeline, columns: int, whole: float, as
 
 
 def _cells(row: Sequence[Span], timeline: Timeline, columns: int, whole: float) -> list[Span | Op | None]:
-    """What each column shows: the span that has most of it, of many spans their op, None where it is mostly idle."""
+    """Return what each column shows: the span that has most of it, of many spans their op, None where it is mostly
+    idle.
+    """
     size = whole / columns or 1.0
     largest: list[tuple[float, Span | None]] = [(0.0, None)] * columns
     counts = [0] * columns
@@ -118,7 +120,7 @@ def _style(op: Op) -> Style:
 
 
 def _label(span: Span, room: int, names: bool) -> str:
-    """The action's name, or its letter and microbatch; its letter alone where no more fits."""
+    """Return the action's name, or its letter and microbatch; its letter alone where no more fits."""
     action = span.action
     fill = FILL.get(action.op, "#")
     short = "".join(f"{part.op}{part.microbatch}" for part in action.parts())  # F3B1 for a pair

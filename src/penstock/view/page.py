@@ -52,7 +52,7 @@ def page(
     curve: Curve | None = None,
     recordings: RecordedSteps | None = None,
 ) -> str:
-    """The page of runs side by side.
+    """Make the page of runs side by side.
 
     `notes` come first. The loss of a training run and its recorded steps, of which the first run is one, have pictures
     of their own.
@@ -85,7 +85,7 @@ def _loss(curve: Curve | None) -> str:
 
 
 def page_data(runs: Sequence[Run], recordings: RecordedSteps | None = None) -> dict[str, Any]:
-    """Everything that the page is told of the runs."""
+    """Return everything that the page needs of the runs."""
     steps = recordings.document() if recordings is not None and len(recordings.steps) > 1 else None
     return {"ops": ops(), "runs": [_run(run) for run in runs], "steps": steps}
 
@@ -129,7 +129,7 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _names(books: Account) -> list[str]:
-    """The parts that any rank has, in the order of the accountant's sum."""
+    """Return the parts that any rank has, in the order of the accountant's sum."""
     there = {name for entry in books.ranks for name, time in entry.parts().items() if time}
     waits = [f"wait for rank {rank}" for rank in range(len(books.ranks))]
     order = [*(op.name for op in PLAIN), *waits, "sends", "reduction", "optimizer", "host"]

@@ -38,13 +38,13 @@ class RecordedSteps:
 
     @classmethod
     def of(cls, steps: Sequence[Recorded]) -> Self:
-        """Of these steps the one with the median makespan is shown; of an even number, the faster in the middle."""
+        """Choose the step with the median makespan to be shown; of an even number, the faster in the middle."""
         middle = statistics.median_low([entry.makespan for entry in steps])
         return cls(tuple(steps), next(entry.step for entry in steps if entry.makespan == middle))
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Self | None:
-        """The steps that a training run has noted; None where there are none.
+        """Read the steps that a training run has noted; None where there are none.
 
         ValueError, KeyError or TypeError where the document is anything else.
         """
@@ -65,7 +65,7 @@ class RecordedSteps:
         return sorted(slow, key=lambda entry: -entry.makespan)
 
     def spread(self) -> str:
-        """The median and how far the others lie around it; nothing of a single step."""
+        """Describe the median and how far the others lie around it; nothing of a single step."""
         times = sorted(entry.makespan for entry in self.steps)
         if len(times) < 2:
             return ""
@@ -78,7 +78,7 @@ class RecordedSteps:
         return f"{text}: {half}all within {time_text(times[0], 's')} and {time_text(times[-1], 's')}."
 
     def outlier_note(self) -> str:
-        """The slowest outliers by name; nothing where there is none."""
+        """Name the slowest outliers; nothing where there is none."""
         slow, middle = self.outliers, self.median
         if not slow:
             return ""
@@ -87,7 +87,7 @@ class RecordedSteps:
         return f"Outliers among them: {named}{more}."
 
     def shown_note(self, of: int | None = None) -> str:
-        """Which step the timeline is of; `of`: among how many the median was looked for."""
+        """Describe which step the timeline is of; `of`: among how many the median was looked for."""
         entry = next((each for each in self.steps if each.step == self.shown), self.steps[-1])
         count = len(self.steps) if of is None else of
         one = f"the nearest to the median of {count} recorded steps" if count > 1 else "the only recorded step"
@@ -95,11 +95,11 @@ class RecordedSteps:
         return f"The timeline is of step {entry.step}, {one}: {figures}."
 
     def notes(self, of: int | None = None) -> list[str]:
-        """All of that in sentences."""
+        """Return all of that in sentences."""
         return [note for note in (self.shown_note(of), self.spread(), self.outlier_note()) if note]
 
     def document(self) -> dict[str, Any]:
-        """What a page is told."""
+        """Return what a page needs."""
         slow = set(self.outliers)
         return {
             "steps": [[entry.step, entry.makespan] for entry in self.steps],
@@ -111,7 +111,7 @@ class RecordedSteps:
 
 
 def cores_note(cores: int, ranks: int) -> str:
-    """What must be said first where ranks share cores; nothing where each has its own."""
+    """Describe that ranks share cores; nothing where each has its own."""
     if not 0 < cores < ranks:
         return ""
     return (
@@ -122,7 +122,9 @@ def cores_note(cores: int, ranks: int) -> str:
 
 
 def run_notes(document: Mapping[str, Any], steps: RecordedSteps | None) -> list[str]:
-    """What a reader of a training run's timeline should know first: too few cores, which step it is, and outliers."""
+    """Return what a reader of a training run's timeline should know first: too few cores, which step it is, and
+    outliers.
+    """
     notes = [cores_note(document.get("cores", 0), document.get("ranks", 0))]
     if steps is not None:
         notes += steps.notes(document.get("of"))

@@ -15,7 +15,8 @@ class Run(NamedTuple):
 
     label: str
     timeline: Timeline
-    activation: tuple[float, ...] | None = None  # by rank, where known: bytes that one microbatch holds in its stages
+    # By rank, where known: bytes that one microbatch holds in its stages.
+    activation: tuple[float, ...] | None = None
 
     @property
     def sizes(self) -> str:
@@ -38,18 +39,18 @@ class Run(NamedTuple):
 
 
 def held_peaks(timeline: Timeline) -> list[float]:
-    """The most that each rank holds, in whole-rank microbatches."""
+    """Return the most that each rank holds, in whole-rank microbatches."""
     placement = timeline.schedule.placement
     return [peak / len(placement.stages_of(rank)) for rank, peak in enumerate(timeline.peak_activations)]
 
 
 def sizes_of(schedule: Schedule) -> str:
-    """`4 ranks, 4 stages, 8 microbatches`."""
+    """Format the sizes: `4 ranks, 4 stages, 8 microbatches`."""
     sizes = ((schedule.ranks, "rank"), (schedule.stages, "stage"), (schedule.microbatches, "microbatch"))
     return ", ".join(counted(*size) for size in sizes)
 
 
 def common_scale(runs: Sequence[Run]) -> float:
-    """The longest makespan, to draw all runs by; 0 where their times have different units."""
+    """Return the longest makespan, to draw all runs by; 0 where their times have different units."""
     units = {run.timeline.unit for run in runs}
     return max((run.timeline.makespan for run in runs), default=0.0) if len(units) < 2 else 0.0

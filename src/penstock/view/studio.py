@@ -24,7 +24,7 @@ RULES = tuple(f"studio/{name}.js" for name in ("schedule", "proof", "builders", 
 SCRIPTS = (*RULES, *SHARED, "studio/picture.js", "studio/state.js", "studio/edit.js", "studio/studio.js")
 
 
-LETTERS = "ab"  # of the two schedules, in the address of the page
+LETTERS = "ab"  # They name the two schedules in the address of the page.
 LIMITS = {"ranks": 256, "microbatches": 1024, "size": 40_000}  # size: stages times microbatches, which are all drawn
 
 
@@ -36,7 +36,7 @@ class Shown(NamedTuple):
     microbatches: int | None = None
 
     def address(self) -> str:
-        """The same as the part after `#` of the page's address."""
+        """Return the part after `#` of the page's address that shows the same."""
         _check("ranks", self.ranks)
         _check("microbatches", self.microbatches)
         if self.ranks is not None and self.microbatches is not None:
@@ -52,7 +52,7 @@ class Shown(NamedTuple):
 
 
 def _own(schedule: Schedule) -> dict[str, object]:
-    """A schedule of computes in the words of the page's address."""
+    """Describe a schedule of computes in the words of the page's address."""
     if schedule.topology != Topology.chain(schedule.stages):
         raise UsageError("the studio knows chains of stages; this schedule has stages that skip others")
     _check("ranks", schedule.ranks)
@@ -86,7 +86,7 @@ def save_studio(path: str | PathLike[str], shown: Shown | None = None) -> None:
 
 
 def studio_page(shown: Shown | None = None) -> str:
-    """The studio as one HTML page."""
+    """Make the studio as one HTML page."""
     return filled(
         "studio/studio.html",
         STYLE=asset("page.css") + asset("studio/studio.css"),
@@ -96,7 +96,7 @@ def studio_page(shown: Shown | None = None) -> str:
 
 
 def studio_data(shown: Shown | None = None) -> dict[str, Any]:
-    """What the page is told: the dependency rule as a table, the families, how ops look, and what to show first."""
+    """Return what the page needs: the dependency rule as a table, families, looks of ops, and what to show first."""
     families = {
         name: {"layout": entry.layout, "stages": entry.stages_per_rank, "summary": entry.summary}
         for name, entry in FAMILIES.items()
@@ -106,7 +106,7 @@ def studio_data(shown: Shown | None = None) -> dict[str, Any]:
 
 
 def _rules() -> dict[str, Any]:
-    """The dependency rule of a chain: by compute, (value, stages further on) that it needs, and what it makes."""
+    """Return the dependency rule of a chain: by compute, (value, stages further on) it needs, and what it makes."""
     inside, chain = 1, Topology.chain(3)
     computes = [op for op in Op if op.is_compute]
     return {

@@ -178,6 +178,18 @@ def test_pieces_that_overlap(saved: Path, tmp_path: Path) -> None:
     assert "overlap" in str(load(path))
 
 
+def test_a_tensor_in_thousands_of_columns_is_refused_at_once(saved: Path, tmp_path: Path) -> None:
+    """Each piece was compared with each: an index of three megabytes took minutes, and one of a hundred, days."""
+    path = tmp_path / "columns"
+    shutil.copytree(saved, path)
+    index = json.loads((path / INDEX).read_bytes())
+    columns = [{"offsets": [0, number], "sizes": [1, 1], "file": NUMBERS} for number in range(20_000)]
+    index["tensors"]["planted"] = {"dtype": "float32", "shape": [1, 20_000], "chunks": columns}
+    (path / INDEX).write_text(json.dumps(index))
+    reseal(path, json.loads((path / MANIFEST).read_bytes()))
+    assert "20,000 pieces of a tensor are too many side by side" in str(load(path))
+
+
 @pytest.mark.parametrize("name", [MANIFEST, INDEX, NUMBERS])
 @pytest.mark.parametrize("kind", ["fifo", "folder", "deep", "link", "loop"])
 def test_what_is_no_file_of_a_checkpoint(kind: str, name: str, saved: Path, tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ def test_forty_uneven_pieces_are_proved_where_ranks_have_three_stages():
     assert found.largest < sum(weights) / 4 * 1.001
 
 
+@pytest.mark.slow
 def test_more_rounds_come_close_to_an_even_share():
     weights = [1 + (n * 7919) % 97 / 97 for n in range(60)]
     assert partition(weights, 16, placement=Placement.loop(4, 4)).largest < sum(weights) / 4 * 1.01

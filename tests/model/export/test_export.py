@@ -191,6 +191,7 @@ def test_values_go_straight_to_the_stage_that_reads_them() -> None:
     assert split.topology.edges == ((0, 1), (0, 2), (1, 2), (2, 3)), "the concatenation stands before up.1"
 
 
+@pytest.mark.slow
 def test_a_cut_by_name_and_by_counts() -> None:
     model, batch = make("dropout")
     named = split_by_graph(model, 2, batch(4), split_at=["blocks.3"])

@@ -259,7 +259,8 @@ def test_what_can_be_followed_is_followed_as_a_plain_loop_would(way: str) -> Non
     check_followed(way, FEW, schedule="zb-h1", recompute="always")
 
 
-@pytest.mark.parametrize("changes", mostly_slow([FEW[:2], list(FOLLOWED)], FEW[:2]), ids=len)
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [FEW[:2], list(FOLLOWED)], ids=len)
 def test_a_graph_follows_by_another_capture(changes: list[str]) -> None:
     check_followed("graph", changes)
 

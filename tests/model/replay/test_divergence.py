@@ -121,6 +121,7 @@ def noisy_gradients(**options: Any) -> list[Tensor]:
         return [dict(pipe.named_parameters())[name].grad.clone() for name, _ in model.named_parameters()]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_masks_depend_neither_on_the_cut_nor_on_the_schedule() -> None:
     expected = noisy_gradients(stages=1)
     for options in (

@@ -293,6 +293,7 @@ def test_a_pipeline_that_names_its_stalled_rank_tells_the_other_replicas():
         assert f"silent for {STALL:g} s" in cause
 
 
+@pytest.mark.slow
 def test_two_processes_with_the_whole_model_each_train_as_the_loop_by_hand():
     for found in on_processes(2, compared_alone):
         assert found == []

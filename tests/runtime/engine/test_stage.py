@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from runtime.engine.small import SCHEDULES, WIDTH, Small, check
+from tiers import by_turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -18,10 +19,14 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.errors import PeerFailure
 
+FROZEN = [[0], [1], [3], [0, 1], [0, 2, 3]]
 
-@pytest.mark.parametrize("frozen", [(0,), (1,), (3,), (0, 1), (0, 2, 3)])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_frozen_stages(schedule: str, frozen: tuple[int, ...]) -> None:
+
+@pytest.mark.parametrize(
+    ("schedule", "frozen"),
+    by_turns(SCHEDULES, FROZEN, fast=[(s, FROZEN[row % len(FROZEN)]) for row, s in enumerate(SCHEDULES)]),
+)
+def test_frozen_stages(schedule: str, frozen: list[int]) -> None:
     def make() -> list[nn.Module]:
         stages: list[nn.Module] = [Small() for _ in range(4)]
         for number in frozen:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import by_turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -126,7 +127,14 @@ WRITTEN: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in WRITTEN if name != "another type"])
-@pytest.mark.parametrize("options", [{}, {"schedule": "zb-h1"}, {"recompute": "always"}], ids=str)
+PLAIN = [name for name in WRITTEN if name != "another type"]
+OPTIONS: list[dict[str, Any]] = [{}, {"schedule": "zb-h1"}, {"recompute": "always"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    by_turns(PLAIN, OPTIONS, fast=[(name, OPTIONS[row % 3]) for row, name in enumerate(PLAIN)]),
+    ids=str,
+)
 def test_a_cross_entropy_inside_of_a_loss_is_found(name: str, options: dict[str, Any]) -> None:
     compared(WRITTEN[name], **options)

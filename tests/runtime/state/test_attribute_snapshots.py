@@ -97,13 +97,17 @@ def test_a_look_at_the_model_leaves_no_trace_in_its_attributes(name: str) -> Non
 
 def test_where_nothing_changes_all_microbatches_share_what_was_seen() -> None:
     holder = Holds(**{name: value for name, (value, _) in changed().items() if name != "past_versions"})
+    holder.register_buffer("mask", torch.ones(3))
     attributes = RecomputedState(0, holder)
     looks = []
     for _ in range(3):
         looks.append(attributes.before())
         attributes.after(looks[-1])
-    assert all(looks[1][number] is looks[2][number] for number in looks[1])
-    (captured,) = [module.captured for module in looks[0].values() if "large" in module.captured]
+    one, other = looks[1], looks[2]
+    assert all(one.attributes[number] is other.attributes[number] for number in one.attributes)
+    assert all(one.buffers[key] is other.buffers[key] for key in one.buffers)
+    assert len(one.buffers) == 1
+    (captured,) = [module.captured for module in looks[0].attributes.values() if "large" in module.captured]
     assert captured["large"].copy is None  # it was, for the first forward, which left it alone
     now = dict(vars(holder))
     with attributes.as_it_was(looks[0]):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import by_turns
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -58,9 +59,15 @@ def assert_as_plain(norm: nn.Module, momentum: float | None, steps: int, rows: i
         torch.testing.assert_close(found[name], want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize(("chunks", "rows"), [(1, 11), (4, 11), (5, 10), (8, 6)])
+@pytest.mark.parametrize(
+    ("chunks", "rows", "checkpoint", "momentum"),
+    by_turns(
+        [(1, 11), (4, 11), (5, 10), (8, 6)],
+        ["never", "except_last", "always"],
+        [0.1, None],
+        fast=[(1, 11, "always", 0.1), (4, 11, "except_last", None), (5, 10, "never", 0.1), (8, 6, "always", None)],
+    ),
+)
 def test_gpipe_sees_each_batch_once(momentum: float | None, checkpoint: str, chunks: int, rows: int) -> None:
     """9 rows in 4 chunks made 3 pieces, and the statistics never moved. A biased variance."""
     options: dict[str, Any] = {"balance": [3, 5], "chunks": chunks, "checkpoint": checkpoint}

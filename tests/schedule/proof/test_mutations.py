@@ -75,6 +75,7 @@ def test_every_lost_or_doubled_action_of_a_small_program_is_refused_and_named(na
             assert near, mutant
 
 
+@pytest.mark.slow
 def test_programs_with_skip_edges_are_judged_like_any_other() -> None:
     seen: Counter[tuple[str, bool]] = Counter()
     for name, stages_per_rank in (("1f1b", 1), ("interleaved-1f1b", 2), ("zb-v", 2), ("gpipe", 2)):

@@ -60,6 +60,7 @@ def test_a_measured_run_tells_the_costs_without_the_forward_that_ran_again() -> 
         assert simulate(schedule, found).makespan == pytest.approx(timeline.makespan)
 
 
+@pytest.mark.slow
 def test_a_tight_cap_is_worth_some_recomputing() -> None:
     never = search_report(4, 12, COSTS, memory=1.5, effort=400)
     free = search_report(4, 12, COSTS, memory=1.5, effort=400, recompute=True)

@@ -9,7 +9,7 @@ from importlib import import_module
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import in_tiers, mostly_slow
+from tiers import by_turns, in_tiers, mostly_slow
 from tools.search.exact_optimum import optimum
 
 from penstock.errors import UsageError
@@ -50,8 +50,15 @@ def longest_span(schedule: Schedule, costs: Costs) -> float:
 # what it returns
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (1, 3), (2, 1), (3, 2), (4, 7), (5, 12)])
-@pytest.mark.parametrize("memory", [None, 1.0, 2.5])
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "memory"),
+    by_turns(
+        [(1, 1), (1, 3), (2, 1), (3, 2), (4, 7), (5, 12)],
+        [None, 1.0, 2.5],
+        fast=[(1, 1, 1.0), (2, 1, None), (3, 2, 2.5), (4, 7, 1.0)],
+        one_in=1,
+    ),
+)
 def test_the_answer_is_an_ordinary_schedule_within_the_cap(ranks: int, microbatches: int, memory: float | None) -> None:
     costs = Costs(forward=1.0, input=1.1, weight=0.7, hop=0.05)
     found = search_report(ranks, microbatches, costs, memory, effort=500)
@@ -77,6 +84,7 @@ def test_without_time_it_is_the_same_every_time() -> None:
     assert len(runs) == 1
 
 
+@pytest.mark.slow
 def test_an_effort_in_orders_gives_the_same_answer_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = Costs(forward=1.0, input=1.1, weight=0.7, hop=0.2)
     first, again = (search_report(3, 7, costs, 2, effort=2000) for _ in range(2))
@@ -188,6 +196,7 @@ def test_what_cannot_work_is_refused_with_what_would(facts: dict[str, object], m
         search(**{"ranks": 3, "microbatches": 4, **facts})  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_what_is_held_for_w_may_be_more_than_the_activation() -> None:
     """The gradients of outputs stay too. A full backward never holds both, so 1f1b fits where no split one does."""
     costs = Costs(forward=1.0, input=1.0, weight=0.5, held=1.25)

@@ -236,6 +236,19 @@ def test_rows_of_text_prompts_and_chats(tmp_path: Path) -> None:
         open_data(load_config(None, [f"data.source={rows}", f"data.tokenizer={bare}"]))
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("part", ["normalizer", "decoder"])
+def test_replacements_that_make_a_text_endless_are_refused(part: str, tmp_path: Path) -> None:
+    """Six of them, each a letter by a hundred, filled the memory in Rust, which nothing interrupts."""
+    fast().save(str(tmp_path / "tokenizer.json"))
+    document = json.loads((tmp_path / "tokenizer.json").read_text())
+    bomb = [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}] * 6
+    document[part] = {"type": "Sequence", f"{part}s": bomb}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(UsageError, match="replaces letters by texts of more than 1,000 letters"):
+        Tokenizer(str(tmp_path))
+
+
 def test_code_in_a_tokenizers_folder_is_not_run(tmp_path: Path) -> None:
     saved(tmp_path, None)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())

@@ -23,6 +23,8 @@ from penstock.checkpoint.disk.manifest import Manifest, check_files, plain_name,
 from penstock.errors import CheckpointError
 from penstock.files.tensors import TYPES, open_tensors
 
+MOST_PAIRS = 400_000  # pieces of a tensor that share rows are compared in pairs: so many have 900 columns
+
 
 class Chunk(NamedTuple):
     """A piece of a tensor: where it begins, and its shape."""
@@ -179,11 +181,14 @@ def _check_cover(found: SavedTensor) -> None:
             raise ValueError(f"a piece at {tuple(chunk.offsets)} does not fit a tensor of shape {tuple(found.size)}")
     if sum(math.prod(chunk.sizes) for chunk in found.chunks) != math.prod(found.size):
         raise ValueError(f"the pieces of a tensor of shape {tuple(found.size)} do not cover it")
-    ordered = sorted(found.chunks, key=lambda chunk: tuple(chunk.offsets))
+    ordered, pairs = sorted(found.chunks, key=lambda chunk: tuple(chunk.offsets)), 0
     for number, chunk in enumerate(ordered):
         for other in ordered[number + 1 :]:
             if not other.offsets or other.offsets[0] >= chunk.offsets[0] + chunk.sizes[0]:
                 break  # All behind it start later.
+            pairs += 1
+            if pairs > MOST_PAIRS:
+                raise ValueError(f"{len(ordered):,} pieces of a tensor are too many side by side")
             if _overlap(chunk, other):
                 raise ValueError(f"two pieces of a tensor of shape {tuple(found.size)} overlap")
 

@@ -66,7 +66,7 @@ def measure(
     repeats: int = REPEATS,
     device: torch.device | None = None,
 ) -> list[Measured]:
-    """`run` the model in rounds; the pieces in `order`, keys of `modules`, must be called in that order.
+    """Run the model in rounds with `run`; the pieces in `order`, keys of `modules`, must be called in that order.
 
     On `device`, if one is given, or else where they are.
     """
@@ -94,11 +94,11 @@ class _Ledger:
         return self._origin.get(key, key)
 
     def copied(self, original: Tensor, twin: Tensor) -> None:
-        """`twin` stands for `original`."""
+        """Note that `twin` stands for `original`."""
         self._origin[self._storages.key(twin)] = self._of(original)
 
     def count(self, saved: Sequence[Tensor]) -> int:
-        """The bytes of those that were not counted before."""
+        """Return the bytes of those that were not counted before."""
         total = 0
         for tensor in saved:
             key = self._of(tensor)
@@ -125,7 +125,7 @@ class _Round:
         self.modules = modules
         self.found = found
         self.repeats = repeats
-        self.ledger = ledger  # in the round that counts bytes
+        self.ledger = ledger  # Set in the round that counts bytes.
         self.now = now
         self.device = device
         self.number = 0
@@ -156,7 +156,7 @@ class _Round:
         return measured
 
     def finish(self) -> None:
-        """The forward has ended: were all pieces called?"""
+        """Check, as the forward has ended, that all pieces were called."""
         if self.number != len(self.order):
             raise self._another_path("the forward ended")
 
@@ -205,7 +205,7 @@ class _Round:
 
 
 def _copies(value: Any, ledger: _Ledger | None) -> tuple[Any, list[Tensor]]:
-    """A copy of a nested value, cut off from its graph, and the new leaves that require a gradient.
+    """Return a copy of a nested value, cut off from its graph, and the new leaves that require a gradient.
 
     Copies, because a piece may work in place on what it is given, and the glue on what it returns.
     """
@@ -226,7 +226,7 @@ def _copies(value: Any, ledger: _Ledger | None) -> tuple[Any, list[Tensor]]:
 
 
 def _on(device: torch.device, value: Any, ledger: _Ledger | None) -> Any:
-    """A nested value on a device; what had to be copied counts as what it is a copy of."""
+    """Move a nested value to a device; what had to be copied counts as what it is a copy of."""
 
     def moved(tensor: Tensor) -> Tensor:
         there = tensor.detach().to(device)
@@ -245,7 +245,7 @@ def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def _clock(device: torch.device | None) -> Iterator[Callable[[], float]]:
-    """Seconds on the wall, without those in which this thread was ready to run and had no processor.
+    """Yield a clock of seconds on the wall, without those in which this thread was ready to run and had no processor.
 
     Linux tells them, in nanoseconds; elsewhere it is the wall's clock alone.
     """

@@ -23,7 +23,7 @@ class Partition:
     """The cuts, what they leave on the ranks, and whether that is known to be the best there is."""
 
     cuts: tuple[int, ...]  # the numbers of the first pieces of stages 1, 2, ...
-    loads: tuple[float, ...]  # by rank
+    loads: tuple[float, ...]  # Indexed by rank.
     crossing: float
     exact: bool  # no cut has a lighter most loaded rank; else it is the best that was found
 
@@ -43,7 +43,7 @@ def partition(
     speeds: Sequence[float] | None = None,
     slack: float = 0.0,
 ) -> Partition:
-    """The cut with the lightest most loaded rank: where it is, and what it leaves on the ranks.
+    """Find the cut with the lightest most loaded rank: where it is, and what it leaves on the ranks.
 
     weights    what each piece weighs, or one row of that for each stage (`profile.memory_rows`)
     allowed    pieces before which a cut may be; without it, any
@@ -59,18 +59,18 @@ def partition(
 
 
 def counts_of(cuts: Sequence[int], pieces: int) -> list[int]:
-    """How many pieces each stage has: what `Pipeline(balance=[...])` takes."""
+    """Return how many pieces each stage has: what `Pipeline(balance=[...])` takes."""
     return [end - first for first, end in pairwise([0, *cuts, pieces])]
 
 
 def counts_between(cuts: Sequence[int], starts: Sequence[int]) -> tuple[int, ...]:
-    """How many of the pieces with which a stage may begin, `starts`, each stage has."""
+    """Return how many of the pieces with which a stage may begin, `starts`, each stage has."""
     bounds = [0, *cuts, max((*starts, *cuts), default=0) + 1]
     return tuple(sum(first <= start < end for start in starts) for first, end in pairwise(bounds))
 
 
 def bytes_across(spans: Iterable[tuple[int, int, float]], pieces: int) -> list[float]:
-    """How many bytes cross a cut before each piece, and at the end; spans are (first piece, last piece, bytes)."""
+    """Return the bytes that cross a cut before each piece, and at the end; spans: (first piece, last piece, bytes)."""
     steps = [0.0] * (pieces + 2)
     for first, last, size in spans:
         steps[first + 1] += size
@@ -79,7 +79,7 @@ def bytes_across(spans: Iterable[tuple[int, int, float]], pieces: int) -> list[f
 
 
 def in_flight(schedule: Schedule) -> list[int]:
-    """The microbatches that each stage holds when its rank holds the most."""
+    """Return the microbatches that each stage holds when its rank holds the most."""
     found = [0] * schedule.stages
     for rank, row in enumerate(schedule.rows):
         held = dict.fromkeys(schedule.placement.stages_of(rank), 0)

@@ -28,10 +28,11 @@ Ends = list[int]  # the boundaries between stages, with 0 and the number of atom
 class PartitionProblem:
     """Atoms, which no cut takes apart, to be dealt out to stages in order."""
 
-    sums: tuple[list[float], ...]  # by stage: what the first n atoms weigh there, on its rank
-    ranks: tuple[int, ...]  # by stage
-    speeds: tuple[float, ...]  # by rank
-    crossing: tuple[float, ...]  # by boundary: bytes that cross a cut there
+    # By stage: what the first n atoms weigh there, on its rank.
+    sums: tuple[list[float], ...]
+    ranks: tuple[int, ...]  # Indexed by stage.
+    speeds: tuple[float, ...]  # Indexed by rank.
+    crossing: tuple[float, ...]  # Indexed by boundary: bytes that cross a cut there.
     grain: float = 0.0  # every load is a multiple of it; 0 where none is known
 
     @property
@@ -43,18 +44,18 @@ class PartitionProblem:
         return len(self.crossing) - 1
 
     def loads(self, ends: Ends) -> list[float]:
-        """The load of each rank."""
+        """Return the load of each rank."""
         found = [0.0] * len(self.speeds)
         for stage, (first, end) in enumerate(pairwise(ends)):
             found[self.ranks[stage]] += self.sums[stage][end] - self.sums[stage][first]
         return found
 
     def largest(self, ends: Ends) -> float:
-        """The load of the rank that all others wait for."""
+        """Return the load of the rank that all others wait for."""
         return max(self.loads(ends))
 
     def bytes(self, ends: Ends) -> float:
-        """The bytes that cross all cuts together."""
+        """Return the bytes that cross all cuts together."""
         return sum(self.crossing[end] for end in ends[1:-1])
 
     @cached_property
@@ -90,7 +91,9 @@ def pose(
     placement: Placement | None,
     speeds: Sequence[float] | None,
 ) -> tuple[PartitionProblem, list[int]]:
-    """The problem that the arguments of `partition` make, checked; and the piece that each boundary is before."""
+    """Check the arguments of `partition`; return the problem that they make, and the piece that each boundary is
+    before.
+    """
     if not is_count(stages) or stages < 1:
         raise UsageError(f"stages={stages!r}: a model has at least 1 stage")
     rows = _rows(weights, stages)
@@ -113,14 +116,14 @@ def pose(
 
 
 def _grain(rows: Sequence[Sequence[float]], speeds: Sequence[float]) -> float:
-    """What every load is a multiple of, where weights are whole numbers."""
+    """Return what every load is a multiple of, where weights are whole numbers."""
     if set(speeds) != {1.0} or not all(weight.is_integer() for row in rows for weight in row):
         return 0.0
     return float(math.gcd(*(int(weight) for row in rows for weight in row)))
 
 
 def _rows(weights: Weights, stages: int) -> list[list[float]]:
-    """What each piece weighs on each stage; one shared list where that is the same."""
+    """Return what each piece weighs on each stage; one shared list where that is the same."""
     if not weights:
         raise ModelError(f"there are no pieces to make {stages} stages of; the model has no units")
     rows: list[list[float]] = []
@@ -140,7 +143,7 @@ def _rows(weights: Weights, stages: int) -> list[list[float]]:
 
 
 def speeds_of(speeds: Sequence[float] | None, ranks: int) -> list[float]:
-    """The speeds that were given, or 1 for all."""
+    """Return the speeds that were given, or 1 for all."""
     if speeds is None:
         return [1.0] * ranks
     if len(speeds) != ranks:
@@ -151,7 +154,7 @@ def speeds_of(speeds: Sequence[float] | None, ranks: int) -> list[float]:
 
 
 def _places(count: int, stages: int, allowed: Sequence[int] | None) -> list[int]:
-    """Where a cut may be, in order."""
+    """Return where a cut may be, in order."""
     inner = sorted({place for place in (range(1, count) if allowed is None else allowed) if 0 < place < count})
     if len(inner) < stages - 1:
         pieces = f"{count} pieces" if len(inner) == count - 1 else f"{count} pieces with {len(inner)} places to cut"
@@ -162,7 +165,7 @@ def _places(count: int, stages: int, allowed: Sequence[int] | None) -> list[int]
 def _sums(
     rows: list[list[float]], placement: Placement, speeds: Sequence[float], places: Sequence[int]
 ) -> tuple[list[float], ...]:
-    """The running load of each stage up to each place where a cut may be; stages that weigh alike share one list."""
+    """Sum up the load of each stage up to each place where a cut may be; stages that weigh alike share one list."""
     made: dict[tuple[int, float], list[float]] = {}
     for stage, row in enumerate(rows):
         speed = speeds[placement.rank_of(stage)]

@@ -38,7 +38,7 @@ class Weight:
     name: str
     parameters: int = 0
     parameter_bytes: int = 0
-    gradient_bytes: int = 0  # of those that are trained
+    gradient_bytes: int = 0  # Bytes of those that are trained.
     optimizer_bytes: int = 0
     milliseconds: float = 0.0  # forward and backward of one microbatch; 0 where it was not measured
     activation_bytes: int = 0  # kept for the backward of one microbatch, beside what earlier pieces keep
@@ -61,7 +61,7 @@ def profile_layers(
     agree: Agree | None = None,
     device: torch.device | None = None,
 ) -> list[Weight]:
-    """The layers of an `nn.Sequential`, each called on what the one before returned.
+    """Weigh the layers of an `nn.Sequential`, each called on what the one before returned.
 
     Without an example there are parameters only. The example should have the size of a microbatch.
     """
@@ -96,7 +96,7 @@ def profile_calls(
     agree: Agree | None = None,
     device: torch.device | None = None,
 ) -> list[Weight]:
-    """The calls of a recording, one weight each; those of the glue, which every stage makes, weigh nothing.
+    """Weigh the calls of a recording; those of the glue, which every stage makes, weigh nothing.
 
     `measured=False` only reads parameters off.
     """
@@ -114,7 +114,7 @@ def profile_calls(
 
 
 def _at_rest(pieces: Sequence[tuple[str, nn.Module]], optimizer: str) -> list[Weight]:
-    """What can be read off without running anything."""
+    """Read off what is known without running anything."""
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"optimizer={optimizer!r}: choose one of {', '.join(map(repr, OPTIMIZERS))}")
     seen: set[int] = set()
@@ -189,7 +189,7 @@ def agreed(weights: list[Weight], agree: Agree | None) -> list[Weight]:
 def piece_weights(
     balance: str | Mapping[str, float], weights: Sequence[Weight], in_flight: Sequence[int] = ()
 ) -> list[float] | list[list[float]]:
-    """What `partition` takes, for `balance="parameters" | "time" | "memory"` or a mapping of names to weights.
+    """Return what `partition` takes, for `balance="parameters" | "time" | "memory"` or a mapping of names to weights.
 
     With the microbatches in flight of each stage (`balance.in_flight`), memory is a row for each stage.
     """
@@ -207,7 +207,7 @@ def piece_weights(
 
 
 def memory_rows(weights: Sequence[Weight], in_flight: Sequence[int]) -> list[list[float]]:
-    """The memory that each piece would take on each stage: early stages hold more microbatches."""
+    """Return the memory that each piece would take on each stage: early stages hold more microbatches."""
     rows = {
         held: [float(weight.state_bytes + held * weight.activation_bytes) for weight in weights]
         for held in set(in_flight)
@@ -216,12 +216,12 @@ def memory_rows(weights: Sequence[Weight], in_flight: Sequence[int]) -> list[lis
 
 
 def crossing_of(weights: Sequence[Weight]) -> list[float]:
-    """The bytes that cross a cut before each piece, where a piece reads only what the one before it returned."""
+    """Return the bytes that cross a cut before each piece, where a piece reads only what the one before it returned."""
     return [0.0, *(float(weight.output_bytes) for weight in weights[:-1])]
 
 
 def weights_by_name(named: Mapping[str, float], weights: Sequence[Weight]) -> list[float]:
-    """`{"embed": 2, "layers.*": 1}`: a name itself, one that it lies in, else the longest pattern that fits.
+    """Read `{"embed": 2, "layers.*": 1}`: a name itself, one that it lies in, else the longest pattern that fits.
 
     Pieces without parameters may be left out and then weigh nothing; with them, that is an error.
     """

@@ -56,7 +56,7 @@ class Proposal:
 
 
 def stage_times(timeline: Timeline) -> list[float]:
-    """The time that each stage took for forward and backward of one microbatch, as a median over a recorded run."""
+    """Return the median time that each stage took for forward and backward of a microbatch of a recorded run."""
     times = {key: statistics.median(values) for key, values in occupied(timeline).items()}
     found = []
     for stage in range(timeline.schedule.stages):
@@ -69,7 +69,7 @@ def stage_times(timeline: Timeline) -> list[float]:
 def propose(
     weights: Sequence[float], cuts: Sequence[int], timeline: Timeline, *, allowed: Sequence[int] | None = None
 ) -> Proposal:
-    """A better cut after a run: the pieces' weights scaled so that each stage weighs what it took."""
+    """Propose a better cut after a run: the pieces' weights scaled so that each stage weighs what it took."""
     placement = timeline.schedule.placement
     bounds = [0, *cuts, len(weights)]
     if len(bounds) != placement.stages + 1 or any(first >= end for first, end in pairwise(bounds)):

@@ -36,8 +36,10 @@ class Balancing:
     schedule_for: Callable[[int], Schedule | None] = _no_schedule
     agree: Agree | None = None
     measures: bool = True  # whether this rank's times are the ones that count
-    device: torch.device | None = None  # where pieces are measured; None: where they are
-    search: Callable[[int, Sequence[Weight], Sequence[int] | None], list[int]] | None = None  # instead of the best cut
+    # Pieces are measured there; None: where they are.
+    device: torch.device | None = None
+    # Called instead of finding the best cut.
+    search: Callable[[int, Sequence[Weight], Sequence[int] | None], list[int]] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.how, str) and self.how not in WAYS:
@@ -59,7 +61,7 @@ class Balancing:
     def cuts(
         self, stages: int, weights: Sequence[Weight], allowed: Sequence[int] | None, crossing: Sequence[float] | None
     ) -> list[int]:
-        """The first pieces of stages 1, 2, ...; by parameters where nothing was asked for."""
+        """Return the first pieces of stages 1, 2, ...; by parameters where nothing was asked for."""
         if self.search is not None and self.how == "time":
             return self.search(stages, weights, allowed)
         schedule = self.schedule_for(stages)
@@ -78,7 +80,7 @@ class Balancing:
 
 
 def stage_count(stages: int | None, counts: Sequence[int] | None, split_at: Sequence[str]) -> int:
-    """How many stages were asked for, in whichever way; names that make another number are refused."""
+    """Return how many stages were asked for, in whichever way; refuse names that make another number."""
     if split_at and stages not in (None, len(split_at) + 1):
         raise ModelError(f"split_at has {len(split_at)} names, which make {len(split_at) + 1} stages, not {stages}")
     if stages is not None:
@@ -87,7 +89,9 @@ def stage_count(stages: int | None, counts: Sequence[int] | None, split_at: Sequ
 
 
 def first_pieces(counts: Sequence[int], stages: int, pieces: int, has: str) -> list[int]:
-    """The pieces with which stages 1, 2, ... begin, by `balance=[counts]`; `has` says what a model has of them."""
+    """Return the pieces with which stages 1, 2, ... begin, by `balance=[counts]`; `has` describes what a model has of
+    them.
+    """
     if sum(counts) != pieces or len(counts) != stages or min(counts) < 1:
         raise ModelError(
             f"balance={list(counts)} has {len(counts)} entries and sums to {sum(counts)}, but the model is to have "

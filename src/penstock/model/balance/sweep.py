@@ -26,17 +26,19 @@ from dataclasses import dataclass, replace
 
 from penstock.model.balance.problem import ROUNDING, Ends, PartitionProblem
 
-STEPS = 600_000  # of a sweep over everything: less than a second
-LOCAL_STEPS = 20_000  # of one that moves boundaries near where they are
+STEPS = 600_000  # Of a sweep over everything: less than a second.
+LOCAL_STEPS = 20_000  # Of one that moves boundaries near where they are.
 MANY = 1000  # cuts so far: of more, some may not be followed
 BETTER = 1 - 3 * ROUNDING
-TRIES = (1 / 64, 1 / 16, 1 / 4, 1.0)  # of the way from what no cut can undercut to the best known: short ways are quick
+# Shares of the way from what no cut can undercut to the best known: short ways are quick.
+TRIES = (1 / 64, 1 / 16, 1 / 4, 1.0)
 
-Radius = Sequence[int | None]  # by boundary: how far it may move from where it is; None: anywhere
+# By boundary: how far it may move from where it is; None: anywhere.
+Radius = Sequence[int | None]
 
 
 def lightest(problem: PartitionProblem, slack: float = 0.0) -> tuple[Ends, bool]:
-    """The best cut found, and whether its largest load is proved to be the least.
+    """Return the best cut found, and whether its largest load is proved to be the least.
 
     Loads within `slack` of the best count as equal, and bytes decide.
     """
@@ -50,7 +52,7 @@ def lightest(problem: PartitionProblem, slack: float = 0.0) -> tuple[Ends, bool]
 
 
 def _start(problem: PartitionProblem) -> Ends:
-    """A cut to begin with: where ranks have several stages, the best one if each stage had a rank to itself."""
+    """Choose a cut to begin with: where ranks have several stages, the best one if each stage had a rank to itself."""
     count = problem.stages
     if problem.single:
         return [*range(count), problem.atoms]
@@ -87,7 +89,7 @@ def _fewer_bytes(sweep: _Sweep, best: Ends, limit: float) -> Ends:
 
 
 def _neighbourhoods(problem: PartitionProblem) -> Iterator[Radius]:
-    """All boundaries, by one atom; then as many neighbours as there are ranks, anywhere, the others held still."""
+    """Yield all boundaries, by one atom; then as many neighbours as there are ranks, anywhere, the others fixed."""
     boundaries = range(problem.stages + 1)
     yield [1] * len(boundaries)
     for first in boundaries[1:-1]:
@@ -111,7 +113,7 @@ class _Turn:
 
     rank: int
     before: tuple[int, ...]  # the boundaries between these ranks' stages and others'
-    closed: tuple[int, ...]  # its stages that have both ends already
+    closed: tuple[int, ...]  # Its stages that have both ends already.
     choices: tuple[_Choice, ...]
     after: tuple[int, ...]
 
@@ -141,7 +143,7 @@ class _Partial:
 
     cost: tuple[float, float]
     left: float  # the least that the atoms of other ranks can weigh, at speed 1
-    placed: tuple[int, ...] = ()  # where this turn's choices are
+    placed: tuple[int, ...] = ()  # Places of this turn's choices.
     earlier: _Partial | None = None
 
 
@@ -157,10 +159,13 @@ class _Sweep:
     def run(
         self, limit: float, steps: int, near: Ends | None = None, radius: Radius = (), *, by_bytes: bool = False
     ) -> tuple[Ends | None, bool]:
-        """The lightest cut within `limit`, or the one that the fewest bytes cross; and whether all were looked at."""
+        """Return the lightest cut within `limit`, or the one that the fewest bytes cross; and whether all were looked
+        at.
+        """
         problem = self.problem
         self._limit, self._by_bytes = limit * (1 + ROUNDING), by_bytes
-        left, complete = steps * problem.stages if problem.single else steps, True  # with one boundary, steps are few
+        # With one boundary, steps are few.
+        left, complete = steps * problem.stages if problem.single else steps, True
         self._low, self._high = [0] * (problem.stages + 1), [problem.atoms] * (problem.stages + 1)
         for boundary, reach in enumerate(radius):
             if near is not None and reach is not None:

@@ -18,7 +18,7 @@ from penstock.model.export.proof import runs
 from penstock.model.export.stage_graphs import build_stages
 from penstock.model.lazy import is_lazy
 from penstock.model.names import dotted_name
-from penstock.model.part import hang
+from penstock.model.part import first_names, hang
 from penstock.model.staged_model import StagedModel
 from penstock.model.transformers_models import default_inputs, origin_of
 
@@ -51,7 +51,8 @@ def split_by_graph(
     counts = ", ".join(map(str, balance))
     how = f"torch.export graph ({sizes}), operations with parameters of their own per stage: {counts}"
     order = tuple(model.state_dict(keep_vars=True))
-    return StagedModel(parts, programs.topology, how, model, balance=balance, order=order, origin=origin_of(model))
+    names, origin = first_names(model), origin_of(model)
+    return StagedModel(parts, programs.topology, how, model, names, balance=balance, order=order, origin=origin)
 
 
 def _part(index: int, model: nn.Module, tensors: dict[str, Tensor], programs: GraphPrograms) -> GraphPart:

@@ -59,7 +59,7 @@ class Changes:
             part.begin(self._settings.all())
 
     def follow(self) -> bool:
-        """Before a step: what was set on the model reaches its stages. Whether anything was."""
+        """Bring what was set on the model to its stages, before a step. Return whether anything was."""
         changes = self._settings.take_changes() + self._types.take_changes()
         self._note(changes)
         for part in self._following:
@@ -68,7 +68,7 @@ class Changes:
         return bool(changes)
 
     def give_back(self) -> None:
-        """After a step: what stages' code has set is set on the user's modules, and is no change of the user's."""
+        """Set what stages' code has set on the user's modules, after a step; it is no change of the user's."""
         for part in self._following:
             part.give_back(self._settings)
         if self._moves:
@@ -84,7 +84,7 @@ class Changes:
             )
 
     def fault(self) -> str:
-        """What about the model is not as it was when it was cut, and cannot be followed; or nothing."""
+        """Return what about the model is not as it was when it was cut, and cannot be followed; or an empty text."""
         if self._patched:
             return f"the forward of {self._names[next(iter(self._patched))] or 'the model'} was replaced"
         return next((fault for each in (*self._checks, *self._following) if (fault := each.fault())), "")
@@ -100,7 +100,7 @@ class Changes:
 
 
 def _named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Every name of every module; in a list of stage modules, as in an `nn.ModuleList` of them."""
+    """Yield every name of every module; in a list of stage modules, as in an `nn.ModuleList` of them."""
     if isinstance(model, nn.Module):
         yield from model.named_modules(remove_duplicate=False)
         return
@@ -116,7 +116,7 @@ class _Check(Protocol):
     """Something about a model that must stay as it was."""
 
     def fault(self) -> str:
-        """What has become of it; or nothing."""
+        """Return what has become of it, or an empty text."""
         ...
 
 
@@ -182,7 +182,7 @@ class _Parameters:
         return found + [module._parameters.get(leaf) for module, leaf in self._single] if self._single else found
 
     def entries(self) -> list[tuple[nn.Module, str]]:
-        """The module and the name there of each of them."""
+        """Return the module and the name there of each of them."""
         return [(module, leaf) for module in self._whole for leaf in module._parameters] + self._single
 
     def fault(self) -> str:
@@ -205,7 +205,7 @@ class _Types:
         self._was = [*map(_dtype, self._parameters)]
 
     def take_changes(self) -> list[AttributeChange]:
-        """The modules whose parameters are of another type than at the last look."""
+        """Return the modules whose parameters are of another type than at the last look."""
         now = [*map(_dtype, self._parameters)]
         if now == self._was:
             return []

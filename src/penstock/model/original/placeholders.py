@@ -57,16 +57,16 @@ stand_ins = threading.local()  # `stand_ins.add`: hears of each tensor that take
 class Home:
     """Where the values of a tensor are."""
 
-    name: str  # in the whole model
+    name: str  # Its name in the whole model.
     rank: int
     stage: int
-    sharded: bool = False  # by this pipeline, into other tensors
+    sharded: bool = False  # Set if this pipeline has divided it into other tensors.
 
     def __str__(self) -> str:
         return f"rank {self.rank} (stage {self.stage})"
 
     def error(self) -> ModelError:
-        """The error for a use of the tensor itself."""
+        """Make the error for a use of the tensor itself."""
         if self.sharded:
             return ModelError(
                 f"{self.name} was sharded: its values are in pipe.parameters(), a part on each rank, and this tensor "
@@ -121,8 +121,9 @@ def _has_no_gradient(tensor: Tensor, value: Any = None) -> bool:
 class _Released:
     home: Home
     kind: type[Tensor]  # the class that it had
-    stride: tuple[int, ...] | None  # and how it lay in memory; None: it still does
-    phase: int = 0  # where in a cache line it started: kernels may round by that, so it starts there again
+    stride: tuple[int, ...] | None  # Strides that it had in memory; None: it still has them.
+    # Where in a cache line it started: kernels may round by that, so it starts there again.
+    phase: int = 0
 
 
 _STATES: Any = WeakTensorKeyDictionary()
@@ -134,18 +135,18 @@ def _away_kind(kind: Any) -> Any:
 
 
 def is_away(tensor: Any) -> bool:
-    """Whether the tensor was let go."""
+    """Return whether the tensor was let go."""
     return isinstance(tensor, _Away)
 
 
 def home_of(tensor: Tensor) -> Home | None:
-    """Where the values of a tensor are, if that is not here; also for one that was kept, and is old."""
+    """Return where the values of a tensor are, if that is not here; also for one that was kept, and is old."""
     state = _STATES.get(tensor)
     return None if state is None else state.home
 
 
 def mark_kept(tensor: Tensor, home: Home) -> None:
-    """The tensor stays as it is, though its values are elsewhere."""
+    """Keep the tensor as it is, though its values are elsewhere."""
     _STATES[tensor] = _Released(home, type(tensor), None)
 
 
@@ -165,7 +166,7 @@ def let_go(tensor: Tensor, home: Home, stride: tuple[int, ...] | None = None) ->
 
 
 def take_back(tensor: Tensor) -> Tensor:
-    """The tensor can be used again. It has memory, and whatever is in there: the caller fills it."""
+    """Make the tensor usable again. It has memory, and whatever is in there: the caller fills it."""
     state = _STATES.pop(tensor, None)
     if is_away(tensor) and state is not None:
         tensor.__class__ = state.kind
@@ -184,7 +185,7 @@ def _memory(tensor: Tensor, stride: tuple[int, ...], skipped: int) -> Tensor:
 
 @contextmanager
 def with_memory(model: nn.Module) -> Iterator[None]:
-    """A context in which all tensors of a model have memory, for code that reads none of their values.
+    """Give all tensors of a model memory inside, for code that reads none of their values.
 
     It is never touched, so that the system need not provide it.
     """
@@ -199,14 +200,14 @@ def with_memory(model: nn.Module) -> Iterator[None]:
 
 
 def blank(tensor: Tensor, device: torch.device) -> Tensor:
-    """Zeros of the shape and type of a tensor, whether or not it is away."""
+    """Return zeros of the shape and type of a tensor, whether or not it is away."""
     if is_away(tensor):
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
     return torch.zeros_like(tensor, device=device)
 
 
 def _one_element(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape with the memory of one element; who reads it all the same gets NaN."""
+    """Return a tensor of the same shape with the memory of one element; whoever reads it all the same gets NaN."""
     value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
     return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
 

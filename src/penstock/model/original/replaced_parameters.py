@@ -20,7 +20,7 @@ _watching: list[Any] = []  # torch's handle, once there is something to look for
 
 
 def mark_replaced(parameters: Iterable[nn.Parameter]) -> None:
-    """Others stand in their place now."""
+    """Mark parameters in whose place others stand now."""
     for parameter in parameters:
         parameter.__dict__[MARK] = True
         if not _watching:

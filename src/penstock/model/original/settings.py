@@ -22,8 +22,8 @@ AttributeChange = tuple[nn.Module, str]  # a module, and the name of an attribut
 OWN = frozenset(nn.Module().__dict__)  # what every module has
 BOXES = (list, tuple, set, frozenset, deque, dict, OrderedDict, defaultdict)
 CONTAINERS = frozenset({*BOXES, Counter} - {frozenset})  # what may change in place, or hold what may
-DEPTH = 4  # of boxes in boxes
-OBJECTS = 2  # of which so many may be objects: further down, nothing is a setting
+DEPTH = 4  # Levels of containers in containers.
+OBJECTS = 2  # So many levels may be objects: further down, nothing is a setting.
 _PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 _ABSENT = object()
 
@@ -49,7 +49,7 @@ class ModuleSettings:
         self._note()
 
     def take_changes(self) -> list[AttributeChange]:
-        """What has changed since the last look."""
+        """Return what has changed since the last look."""
         found: list[AttributeChange] = []
         same = self._is_all_the_same()
         if not same:
@@ -68,7 +68,7 @@ class ModuleSettings:
         return found
 
     def _is_all_the_same(self) -> bool:
-        """The common case, without a loop in Python over attributes."""
+        """Return whether nothing changed: the common case, without a loop in Python over attributes."""
         if [*map(len, self._tables)] != self._counts:
             return False
         try:
@@ -78,11 +78,11 @@ class ModuleSettings:
         return all(map(is_, chain.from_iterable(now), self._flat))
 
     def all(self) -> list[AttributeChange]:
-        """Every attribute, as if it had changed."""
+        """Return every attribute, as if it had changed."""
         return [(module, name) for module, known in self._known for name in known]
 
     def is_unchanged(self, module: nn.Module, name: str) -> bool:
-        """Whether an attribute is the one of the last look."""
+        """Return whether an attribute is the one of the last look."""
         return vars(module).get(name, _ABSENT) is self._by_module[id(module)].get(name, _ABSENT)
 
     def put(self, module: nn.Module, name: str, value: Any) -> None:
@@ -91,10 +91,11 @@ class ModuleSettings:
         self._counts = []
 
     def _note(self) -> None:
-        """All values in a row; and what is inside of the copied modules' attributes, of each box once."""
+        """Note all values in a row; and what is inside of the copied modules' attributes, of each container once."""
         names = [[name for name in known if name not in _TABLES] for _, known in self._known]
         self._tables = [module.__dict__ for module, _ in self._known]
-        self._takes = [itemgetter(*each, each[-1]) if each else _nothing for each in names]  # of one, no tuple
+        # For one name it returns no tuple.
+        self._takes = [itemgetter(*each, each[-1]) if each else _nothing for each in names]
         self._counts = [*map(len, self._tables)]
         self._flat = [value for take, table in zip(self._takes, self._tables, strict=True) for value in take(table)]
         boxes: dict[int, tuple[Any, list[Any], list[AttributeChange]]] = {}
@@ -107,7 +108,7 @@ class ModuleSettings:
         self._inside = [box for box in boxes.values() if box[1]]
 
 
-# those of parameters, buffers, children and hooks, which change in place
+# Parameters, buffers, children and hooks change in place.
 _TABLES = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
 
 
@@ -120,7 +121,7 @@ def _is_box(value: Any, objects: bool) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """A configuration or the like: something with attributes that is neither code nor tensors."""
+    """Return whether it is a configuration or the like: something with attributes that is neither code nor tensors."""
     return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type)) and not callable(value)
 
 
@@ -131,7 +132,7 @@ def _members(value: Any) -> Iterable[Any]:
 
 
 def _contents(value: Any, objects: bool, depth: int = DEPTH) -> list[Any]:
-    """All that is in a box, and in the boxes in it, in order."""
+    """Return all that is in a container, and in the containers in it, in order."""
     found: list[Any] = []
     for member in _members(value):
         found.append(member)
@@ -141,7 +142,8 @@ def _contents(value: Any, objects: bool, depth: int = DEPTH) -> list[Any]:
 
 
 def value_key(value: Any, kept: list[Any], depth: int = DEPTH) -> Any:
-    """Equal for plain values that are equal, and boxes and objects of such; of the rest, only for the same object.
+    """Return equal keys for plain values that are equal, and containers and objects of such; else only for the same
+    object.
 
     What goes by identity is put into `kept`, because an identity counts for as long as its object lives.
     """

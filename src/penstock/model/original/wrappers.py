@@ -40,8 +40,9 @@ def refuse_compiled_model(model: Any) -> None:
 
 
 def wrappings(module: nn.Module) -> frozenset[str]:
-    """How a stage is wrapped for data parallelism, as a whole or in parts of it; empty where it is not."""
-    declared: frozenset[str] | None = getattr(module, "wrapped_in", None)  # of a module that stands for one elsewhere
+    """Return how a stage is wrapped for data parallelism, as a whole or in parts of it; empty where it is not."""
+    # A module that stands for one elsewhere has this.
+    declared: frozenset[str] | None = getattr(module, "wrapped_in", None)
     if declared is not None:
         return declared
     sharded: Any = getattr(sys.modules.get(FSDP_MODULE), "FSDPModule", ())

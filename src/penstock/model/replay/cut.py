@@ -15,6 +15,7 @@ from penstock.model.balance.profile import Weight, profile_calls
 from penstock.model.balance.request import Balancing, first_pieces, stage_count
 from penstock.model.lazy import is_lazy
 from penstock.model.names import name_and_use, similar_names
+from penstock.model.part import first_names
 from penstock.model.replay.modes import also_in_training
 from penstock.model.replay.part import ReplayPart
 from penstock.model.replay.plan import StagePlan, plan_stages, state_across
@@ -79,7 +80,7 @@ def _assemble(
         plan.topology,
         f"replay of the model's own forward, units with parameters per stage: {', '.join(map(str, balance))}",
         model,
-        _aliases(model),
+        first_names(model),
         _repeated(model, parts),
         weights=tuple(weights),
         balance=balance,
@@ -177,12 +178,6 @@ def _with_full_caches(once: Callable[[], ForwardRecording]) -> ForwardRecording:
         return once()
     except ModelError:
         return once()
-
-
-def _aliases(model: nn.Module) -> dict[str, str]:
-    """A tied parameter has several names; the model's `named_parameters` gives it the first."""
-    own = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {name: own[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def _repeated(model: nn.Module, parts: Sequence[ReplayPart]) -> dict[str, str]:

@@ -70,8 +70,11 @@ class WholeModel:
                 there[name] = None
                 sources.setdefault(first.get(name, name), source)
                 self._sizes[first.get(name, name)] = size
-        held = [name for holding in state.deployment.staged.holdings() for name in holding.names.values()]
-        order = dict.fromkeys((*state.deployment.staged.order, *held, *there))  # ranks may hold stages out of order
+        # Ranks may hold stages out of order; within a stage, names are in the order of its module's own state.
+        holdings = state.deployment.staged.holdings()
+        stage_of = {name: holding.stage for holding in holdings for name in holding.names.values()}
+        by_stage = sorted(there, key=lambda name: stage_of.get(name, len(holdings)))
+        order = dict.fromkeys((*state.deployment.staged.order, *by_stage))
         self._names = [name for name in order if name in there]  # with every name of what has several
         self.sources = {name: sources[name] for name in dict.fromkeys(first.get(name, name) for name in self._names)}
 

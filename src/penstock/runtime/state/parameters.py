@@ -53,7 +53,7 @@ class ParametersBefore:
 
     def have_hooks(self) -> bool:
         """Return whether any of the parameters has a hook that wants its complete gradient."""
-        return any(parameter._post_accumulate_grad_hooks for parameter in self._parameters)
+        return bool(self._hooks) or any(parameter._post_accumulate_grad_hooks for parameter in self._parameters)
 
     def hold_hooks(self) -> None:
         """Take the hooks that want complete gradients away from their parameters."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,11 @@ class _TensorSnapshot(Restorable):
         return self.copy is None or not plain or torch.equal(self.tensor, self.copy)
 
 
-Snapshots = Mapping[int, ModuleSnapshot]  # by table
+class StateBefore(NamedTuple):
+    """The state of a stage before a forward."""
+
+    buffers: Mapping[Key, _TensorSnapshot]  # by the table that holds each, and its name there
+    attributes: Mapping[int, ModuleSnapshot]  # by table
 
 
 class RecomputedState(AttributeSnapshots):
@@ -67,6 +71,8 @@ class RecomputedState(AttributeSnapshots):
         super().__init__()
         self._stage = stage
         self._module = module
+        self._changing: set[Key] | None = None  # buffers that the first forward changed; None: it is yet to come
+        self._kept: dict[Key, _TensorSnapshot] = {}  # of buffers that do not change
         self._moving: dict[Key, dict[str, Any]] = {}  # the tables of those attributes that forwards change
         self._written: dict[
             Key, bool
@@ -75,52 +81,62 @@ class RecomputedState(AttributeSnapshots):
         self._copying = True
         self.in_use = False  # whether any forward of this stage is watched: where nothing is recomputed, none is
 
-    def _holders(self) -> dict[int, nn.Module]:
-        """Return the modules with buffers of the stage's own, by their tables; copies of a module share one."""
+    def _buffers(self) -> Iterator[tuple[Key, nn.Module, Tensor]]:
         own = getattr(self._module, "own_modules", self._module.modules)
-        return {id(holder._buffers): holder for holder in own()}
+        tables = {id(holder._buffers): holder for holder in own()}  # copies of modules share one
+        for number, holder in tables.items():
+            for name, buffer in holder._buffers.items():
+                if buffer is not None:
+                    yield (number, name), holder, buffer
 
-    def before(self) -> Snapshots:
+    def before(self) -> StateBefore:
         """Look at the state ahead of a forward that will run again."""
         running = getattr(self._module, "running_modules", self._module.modules)
         self._unproven, self._copying, self.in_use = [], True, True
         tables = {id(vars(module)): vars(module) for module in running()}
-        for number, holder in self._holders().items():
-            if isinstance(holder._buffers, dict):  # A scripted module makes its table anew each time that it is asked.
-                tables[number] = holder._buffers
-        return self.take(tables)
+        return StateBefore({key: self._look_at(key, buffer) for key, _, buffer in self._buffers()}, self.take(tables))
 
-    def after(self, was: Snapshots) -> None:
+    def _look_at(self, key: Key, buffer: Tensor) -> _TensorSnapshot:
+        changes, kept = self._changing is None or key in self._changing, self._kept.get(key)
+        if not changes and kept is not None and kept.tensor is buffer and kept.version == version_of(buffer):
+            return kept
+        then = _TensorSnapshot(buffer, changes or _is_small(buffer))
+        if not changes:
+            self._kept[key] = then
+        return then
+
+    def after(self, was: StateBefore) -> None:
         """Look at it again, after that forward: what has it changed?"""
+        if self._changing is None:
+            now = {key: buffer for key, _, buffer in self._buffers()}
+            same = {key for key, then in was.buffers.items() if now.get(key) is then.tensor and then.is_as_it_was()}
+            self._changing = now.keys() - same
         for key, then in self._unproven:
             self._written[key] = self._written.get(key, False) or not then.is_as_it_was()
         for key, then in self._unproven:
             if not self._written[key] and not _is_small(then.tensor):
                 then.copy = None
         self._unproven, self._copying = [], False
-        now, holders = self.take({number: module.table for number, module in was.items()}), self._holders()
-        for number, module in was.items():
-            if now[number] is not module and number not in holders:
-                old, new = module.captured, now[number].captured
+        attributes = self.take({number: module.table for number, module in was.attributes.items()})
+        for number, module in was.attributes.items():
+            if attributes[number] is not module:
+                old, new = module.captured, attributes[number].captured
                 for name in {*old, *new}:
                     if old.get(name, ABSENT) is not new.get(name, ABSENT):
                         self._moving[number, name] = module.table
 
     @contextmanager
-    def as_it_was(self, was: Snapshots) -> Iterator[None]:
+    def as_it_was(self, was: StateBefore) -> Iterator[None]:
         """Let the stage's modules have the state of that time inside the `with` block."""
         made: dict[int, Any] = {}
         exchange: list[tuple[Any, str, Any, Any]] = []  # table, name, value now, value inside
-        for key, table in self._moving.items():
-            number, name = key
-            if number in was:
-                now, then = table.get(name, ABSENT), was[number].captured.get(name, ABSENT)
-                exchange.append((table, name, now, self._recreate(key, then, made)))
-        for number, holder in self._holders().items():
-            captured = was[number].captured if number in was else {}
-            for name, buffer in holder._buffers.items():
-                if buffer is not None:
-                    exchange.append((holder._buffers, name, buffer, self._copy_buffer(holder, name, buffer, captured)))
+        for key, holder, buffer in self._buffers():
+            inside = self._copy_buffer(f"{key[1]} of {type(holder).__name__}", was.buffers.get(key), buffer)
+            exchange.append((holder._buffers, key[1], buffer, inside))
+        for (number, name), table in self._moving.items():
+            if number in was.attributes:
+                now, then = table.get(name, ABSENT), was.attributes[number].captured.get(name, ABSENT)
+                exchange.append((table, name, now, self._recreate((number, name), then, made)))
         try:
             for table, name, _, inside in exchange:
                 _put(table, name, inside)
@@ -128,6 +144,17 @@ class RecomputedState(AttributeSnapshots):
         finally:
             for table, name, now, _ in exchange:
                 _put(table, name, now)
+
+    def _copy_buffer(self, name: str, then: _TensorSnapshot | None, buffer: Tensor) -> Tensor:
+        """Return a copy of a buffer as it was; of one that the forward itself has made, as it is."""
+        if then is None:
+            return copy_like(buffer.detach())
+        if then.copy is None and version_of(then.tensor) != then.version:
+            raise RunError(
+                f"stage {self._stage}: buffer {name} has changed between the forward of a microbatch and its "
+                f"recomputation, and not in the stage's first forward, so no copy was kept; use recompute='never'"
+            )
+        return copy_like((then.tensor if then.copy is None else then.copy).detach())
 
     def _capture_tensor(self, key: Key, tensor: Tensor, before: Any) -> Any:
         if is_trained(tensor):
@@ -177,19 +204,6 @@ class RecomputedState(AttributeSnapshots):
                 f"microbatch and its recomputation, {what}; use recompute='never', or make it a buffer"
             )
         return copy_like(captured.copy)
-
-    def _copy_buffer(self, holder: nn.Module, name: str, buffer: Tensor, captured: Mapping[str, Any]) -> Tensor:
-        """Return a copy of a buffer as it was; of one that the forward itself has made, as it is."""
-        then = captured.get(name)
-        if not isinstance(then, _TensorSnapshot):
-            return copy_like(buffer.detach())
-        if then.copy is None and version_of(then.tensor) != then.version:
-            raise RunError(
-                f"stage {self._stage}: buffer {name} of {type(holder).__name__} has changed between the forward of a "
-                f"microbatch and its recomputation, and not in the stage's first forward, so no copy was kept; use "
-                f"recompute='never'"
-            )
-        return copy_like((then.tensor if then.copy is None else then.copy).detach())
 
 
 def _put(table: Any, name: str, value: Any) -> None:

@@ -35,7 +35,7 @@ Where = Callable[[], Action | None]  # the action that a rank is at, if it is at
 
 
 def nowhere() -> Action | None:
-    """For a rank that does not say where it is."""
+    """Return no action, for a rank that does not report where it is."""
     return None
 
 
@@ -45,8 +45,8 @@ class Transport(ABC):
     rank: int
     ranks: int
     timeout: float
-    clock: Clock = CLOCK  # by which ranks are waited for
-    ends: ChannelEnds[Any, Any]  # of the channels that are open
+    clock: Clock = CLOCK  # Times the waits for other ranks.
+    ends: ChannelEnds[Any, Any]  # The channels that are open.
     holds_interrupts = False  # whether Ctrl-C waits for messages and for the step's end, see `interrupts`
     call: str = ""  # what this rank's user has called, where all ranks must call the same
     news: list[PeerFailure]  # what another rank announced in this step; look, and stop computing
@@ -71,7 +71,7 @@ class Transport(ABC):
 
     @abstractmethod
     def describe_link(self, source: int, target: int) -> str:
-        """What carries values from one rank to another, in words."""
+        """Describe what carries values from one rank to another."""
 
     # -- one message, by the number of its channel; see the ends of `channel`
 
@@ -116,7 +116,7 @@ class Transport(ABC):
         """
 
     def post_exchange(self, value: Any) -> Callable[[], list[Any]]:
-        """An exchange whose answers are collected later, by calling what this returns. The step ends here at once.
+        """Post an exchange whose answers are collected later, by calling what this returns. The step ends here at once.
 
         Messages of the next step may be sent and received before that. There is one such exchange at a time: another
         one, of either kind, collects it first. This default waits for the answers here.
@@ -125,7 +125,8 @@ class Transport(ABC):
         return lambda: answers
 
     def known_answers(self) -> list[Any] | None:
-        """The answers of the exchange that was posted last, if they are here already, and all ranks ran one program.
+        """Return the answers of the exchange that was posted last, if they are here already and all ranks ran one
+        program.
 
         They are still to be collected. Waits for nobody; this default knows nothing.
         """
@@ -133,11 +134,13 @@ class Transport(ABC):
 
     @abstractmethod
     def describe_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
-        """How to say, from any thread, what this rank is doing, and at which action it is; for the report of a loss."""
+        """Set how to describe, from any thread, what this rank is doing, and at which action it is; for the report of a
+        loss.
+        """
 
     @abstractmethod
     def announce(self, failure: PeerFailure) -> None:
-        """This step has failed: tell ranks that compute and wait for nobody, by their `news`. Never blocks."""
+        """Report that this step has failed to ranks that compute and wait for nobody, by their `news`. Never blocks."""
 
     @abstractmethod
     def abort(self, failure: PeerFailure) -> None:

@@ -40,11 +40,11 @@ class Channel:
         return f"{self.direction} of stage {self.source_stage} to {self.target_stage}"
 
     def send_action(self, microbatch: int) -> str:
-        """The action that sends on this channel, in the notation of schedules."""
+        """Return the action that sends on this channel, in the notation of schedules."""
         return f"{self.source_stage}SEND_{self.direction}{microbatch}"
 
     def receive_action(self, microbatch: int) -> str:
-        """The action that receives from this channel, in the notation of schedules."""
+        """Return the action that receives from this channel, in the notation of schedules."""
         return f"{self.target_stage}RECV_{self.direction}{microbatch}"
 
 
@@ -56,15 +56,16 @@ class Incoming(ABC):
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.posted: dict[int, Any] = {}  # by microbatch, in the order of posting: what is known of its message
+        # By microbatch, in the order of posting: what is known of its message.
+        self.posted: dict[int, Any] = {}
         self.count = 0  # receives posted in this step
 
     def expect(self, receives: int) -> None:  # noqa: B027 (most have nothing to do)
-        """So many receives will be posted in the step that begins, and each of them will be received or discarded."""
+        """Expect so many receives in the step that begins, each of which will be received or discarded."""
 
     @abstractmethod
     def post(self, microbatch: int) -> None:
-        """A RECV action: make ready for the next message, and keep the books (`posted`, `count`). Never blocks."""
+        """Run a RECV action: make ready for the next message, and keep the books (`posted`, `count`). Never blocks."""
 
     def _posted_already(self, microbatch: int) -> UsageError:
         return UsageError(f"{self.channel.receive_action(microbatch)} is posted already")
@@ -82,7 +83,7 @@ class Incoming(ABC):
         """Take the message off the wire, posted or not, and drop it; returns the failure if it was one."""
 
     def _refuse(self, abort: Callable[[PeerFailure], None], microbatch: int, due: str, came: str) -> NoReturn:
-        """Another message came than the due one: the two ranks disagree about the program, and the group ends."""
+        """Refuse a message that is not the due one: the two ranks disagree about the program, and the group ends."""
         channel = self.channel
         error = MessageError(
             f"rank {channel.target_rank} was due {due} on channel {channel} from rank {channel.source_rank}, "
@@ -98,7 +99,7 @@ class Incoming(ABC):
 
 
 def name_message(microbatch: int, ordinal: int, exchanges: int) -> str:
-    """Which message of a channel this is, in words: its number since the last exchange, and how many there were."""
+    """Describe which message of a channel this is: its number since the last exchange, and how many there were."""
     return f"microbatch {microbatch}, number {ordinal} after {exchanges} exchanges"
 
 
@@ -113,7 +114,7 @@ class QueuedIncoming(Incoming, Generic[Message]):
         self.due: deque[int] = deque()  # microbatches posted whose messages have not come
 
     def _take(self, microbatch: int) -> Message:
-        """The message that the receive of this microbatch was posted for; those that come before it are kept."""
+        """Return the message that the receive of this microbatch was posted for; those that come before it are kept."""
         posted, due = self.posted, self.due
         if microbatch not in posted:
             self.post(microbatch)
@@ -136,12 +137,13 @@ class Outgoing(ABC):
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self.ready: dict[int, Any] = {}  # by microbatch: values to be sent
+        # By microbatch: values to be sent.
+        self.ready: dict[int, Any] = {}
         self.count = 0  # messages sent in this step
 
     @abstractmethod
     def send(self, microbatch: int) -> None:
-        """A SEND action: the value that is ready for it leaves, and must not be changed in place after.
+        """Run a SEND action: the value that is ready for it leaves, and must not be changed in place after.
 
         It is any pytree of tensors, `None` and plain values. Keeps the books (`ready`, `count`).
         """
@@ -180,7 +182,7 @@ Out = TypeVar("Out", bound=Outgoing)
 
 
 def channels_checksum(channels: Sequence[Channel]) -> int:
-    """A number that stands for all channels of a program, the same on every rank."""
+    """Compute a number that stands for all channels of a program, the same on every rank."""
     return zlib.crc32(repr(channels).encode())
 
 
@@ -208,7 +210,7 @@ class ChannelEnds(Generic[In, Out]):
         make_incoming: Callable[[int, Channel], In],
         make_outgoing: Callable[[int, Channel], Out],
     ) -> ChannelEnds[In, Out]:
-        """The ends on this rank, each made from the number of its channel and the channel."""
+        """Make the ends on this rank, each from the number of its channel and the channel."""
         numbered = list(enumerate(channels))
         return cls(
             channels,
@@ -218,14 +220,14 @@ class ChannelEnds(Generic[In, Out]):
         )
 
     def receiving(self, channel_number: int) -> In:
-        """The receiving end of that channel."""
+        """Return the receiving end of that channel."""
         end = self.incoming.get(channel_number)
         if end is None:
             raise self._missing(channel_number, "receive")
         return end
 
     def sending(self, channel_number: int) -> Out:
-        """The sending end of that channel."""
+        """Return the sending end of that channel."""
         end = self.outgoing.get(channel_number)
         if end is None:
             raise self._missing(channel_number, "send")
@@ -241,7 +243,7 @@ class ChannelEnds(Generic[In, Out]):
         )
 
     def counts(self) -> dict[int, int]:
-        """How many messages of each channel this rank has sent, or has taken, in this step."""
+        """Return how many messages of each channel this rank has sent, or has taken, in this step."""
         moved = {index: end.count for index, end in self.outgoing.items() if end.count}
         for index, end in self.incoming.items():
             if end.count:
@@ -249,7 +251,9 @@ class ChannelEnds(Generic[In, Out]):
         return moved
 
     def awaited(self, channel: Channel, microbatch: int) -> tuple[int, int] | None:
-        """Which channel that is, and which of its messages in this step, from 0, the receive of the microbatch is."""
+        """Return which channel that is, and which of its messages in this step, from 0, the receive of the microbatch
+        is.
+        """
         for index, end in self.incoming.items():
             if end.channel == channel and microbatch in (posted := tuple(end.posted)):
                 return index, end.count - len(posted) + posted.index(microbatch)
@@ -263,7 +267,7 @@ class ChannelEnds(Generic[In, Out]):
             outgoing.end_step()
 
     def check_idle(self, call: str) -> None:
-        """A posted receive cannot be taken back, so nothing may be posted where other channels are opened."""
+        """Check that nothing is posted where other channels are opened: a posted receive cannot be taken back."""
         for end in self.incoming.values():
             if end.posted:
                 waiting = ", ".join(map(end.channel.receive_action, end.posted))

@@ -24,7 +24,7 @@ class _Compilations:
         self._ended = float("-inf")
 
     def listen(self) -> None:
-        """As soon as dynamo is there; loading it takes seconds, and who does not compile does without."""
+        """Listen as soon as dynamo is loaded; loading it takes seconds, which whoever does not compile is spared."""
         dynamo: Any = sys.modules.get("torch._dynamo.callback")
         handler: Any = getattr(dynamo, "callback_handler", None)
         if handler is not None and handler is not self._handler:
@@ -39,7 +39,7 @@ class _Compilations:
         self._begun, self._ended = None, monotonic()
 
     def last(self) -> float:
-        """The time until which this process is known to have compiled: now, while it does."""
+        """Return the time until which this process is known to have compiled: now, while it does."""
         self.listen()
         begun = self._begun
         return self._ended if begun is None else min(monotonic(), begun + LONGEST_SECONDS)
@@ -49,21 +49,21 @@ _compilations = _Compilations()
 
 
 def listen_to_dynamo() -> None:
-    """From here on, if this process has loaded what compiles, all compilations are known."""
+    """Note all compilations from here on, if this process has loaded what compiles."""
     _compilations.listen()
 
 
 def has_compiled() -> bool:
-    """Whether this process has compiled, or does, as far as it was known when (`listen_to_dynamo`)."""
+    """Return whether this process has compiled, or does, as far as it was known when (`listen_to_dynamo`)."""
     return _compilations.has_begun
 
 
 def last_compiled() -> float:
-    """When this process last compiled, on the clock of `time.monotonic`."""
+    """Return when this process last compiled, on the clock of `time.monotonic`."""
     return _compilations.last()
 
 
 def is_compiling() -> bool:
-    """Whether it does now."""
+    """Return whether it compiles now."""
     now = monotonic()
     return _compilations.last() >= now

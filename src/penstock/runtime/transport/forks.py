@@ -20,13 +20,13 @@ _kept: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def close_in_forks(connection: socket.socket) -> socket.socket:
-    """The same socket, which only this process keeps open."""
+    """Return the same socket, which only this process keeps open."""
     _open.add(connection)
     return connection
 
 
 def keep_in_forks(backend: Any) -> Any:
-    """The same backend, which ends in this process only."""
+    """Return the same backend, which ends in this process only."""
     _kept.add(backend)
     return backend
 

@@ -51,7 +51,7 @@ Ready = int | Several  # a number: the version of the one tensor that there is
 
 
 def alias(leaf: Any) -> Any:
-    """The same memory as a leaf of another graph; what is not a tensor is its own alias."""
+    """Return the same memory as a leaf of another graph; what is not a tensor is its own alias."""
     if isinstance(leaf, Tensor):
         detached = leaf.detach()
         if leaf.requires_grad:
@@ -61,7 +61,7 @@ def alias(leaf: Any) -> Any:
 
 
 def share(value: Any) -> tuple[Any, Ready]:
-    """A copy of the containers with aliases of the tensors, and what to look at when they arrive."""
+    """Return a copy of the containers with aliases of the tensors, and what to look at when they arrive."""
     kind = type(value)
     if kind is Tensor:
         shared: Any = alias(value)

@@ -136,13 +136,14 @@ class CtrlC:
             if self.state is CUT:
                 give_up()
             self._signals.signal(signal.SIGINT, before)
-            late = self.state in HOLDING and not isinstance(raised, KeyboardInterrupt)  # which is what the user wants
+            # A KeyboardInterrupt is what the user wants.
+            late = self.state in HOLDING and not isinstance(raised, KeyboardInterrupt)
             self.go("owe" if late and complete and in_loop else "end")
             try:
                 if late and self.state is OUTSIDE:
                     self._late(before, complete, getattr(raised, "__notes__", ()))
             finally:
-                del raised  # which holds this frame
+                del raised  # It holds this frame.
 
     def _late(self, handler: Callable[..., Any], complete: bool, notes: Iterable[str]) -> None:
         """Raise what came while the step was being ended, of which the other ranks may not have heard."""

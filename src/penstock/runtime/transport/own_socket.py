@@ -42,7 +42,7 @@ class OwnSocket(socket.socket):
         self.address = f"{os.readlink('/proc/self')}/{self._name}"
 
     def _bind(self) -> int:
-        """A descriptor of the file, which is gone again."""
+        """Return a descriptor of the file, which is gone again."""
         folder = tempfile.mkdtemp(prefix="penstock-", dir=MEMORY if os.access(MEMORY, os.W_OK | os.X_OK) else None)
         inside = os.open(folder, os.O_PATH | os.O_DIRECTORY)
         path = f"/proc/self/fd/{inside}/socket"  # short enough, whatever the folder's name
@@ -64,7 +64,7 @@ class OwnSocket(socket.socket):
 
 
 def path_of(address: str) -> str:
-    """Where a socket of that address is connected to; an address may come from a stranger."""
+    """Return where a socket of that address is connected to; an address may come from a stranger."""
     if re.fullmatch(r"[0-9]{1,10}/[0-9]{1,10}", address) is None:
         raise ConnectionError(f"{address[:40]!r} is not the address of a rank")
     process, name = address.split("/")

@@ -39,7 +39,7 @@ from penstock.runtime.transport.failure.peer_failures import after_loss, with_re
 from penstock.runtime.transport.handover import Ready, arrive, share
 from penstock.runtime.transport.interrupts import uninterrupted
 
-LOOKS_PER_TIMEOUT = 10  # at whether those who are waited for move on
+LOOKS_PER_TIMEOUT = 10  # Looks at whether those who are waited for move on.
 IN_MEMORY = "handed over in memory, without a copy"  # how values travel here
 
 
@@ -92,7 +92,8 @@ class Board:
         self.generation += 1
         self.failure: PeerFailure | None = None
         self.news.clear()
-        self.opened: dict[int, tuple[tuple[Channel, ...], set[int]]] = {}  # by turn, and the ranks that have yet to
+        # By turn, the channels and the ranks that have yet to open them.
+        self.opened: dict[int, tuple[tuple[Channel, ...], set[int]]] = {}
         self.wires: dict[tuple[Channel, ...], list[ThreadLink]] = {}
         self.waiting: list[Waiting | None] = [None] * self.ranks
         self.mail: list[list[SimpleQueue[Any]]] = [
@@ -100,7 +101,7 @@ class Board:
         ]
 
     def open(self, rank: int, turn: int, channels: tuple[Channel, ...]) -> list[ThreadLink]:
-        """The wires of this program; the `turn`-th open of every rank must name the same channels."""
+        """Return the wires of this program; the `turn`-th open of every rank must name the same channels."""
         with self.lock:
             first, others = self.opened.setdefault(turn, (channels, set(range(self.ranks))))
             if first != channels:
@@ -113,7 +114,7 @@ class Board:
             return self.wires[channels]
 
     def abort(self, failure: PeerFailure) -> PeerFailure:
-        """The first failure stays; every waiter is woken."""
+        """Wake every waiter with the first failure, which stays."""
         with self.lock:
             if self.failure is None:
                 self.failure = failure if failure.report else with_report(failure, self.report())
@@ -128,12 +129,12 @@ class Board:
             return self.failure
 
     def report(self) -> list[str]:
-        """What each rank is doing now, in words."""
+        """Describe what each rank is doing now."""
         waits = ["" if waiting is None else f", waiting for rank {waiting.peer}" for waiting in self.waiting]
         return [doing() + wait for doing, wait in zip(self.doing, waits, strict=True)]
 
     def states(self) -> dict[int, State]:
-        """What each rank is doing now, and for how long it has been seen doing that."""
+        """Return what each rank is doing now, and for how long it has been seen doing that."""
         now, found = monotonic(), {}
         for rank, waiting in enumerate(self.waiting):
             doing = self.doing[rank]()
@@ -232,7 +233,7 @@ class ThreadTransport(Transport):
         timeout: float = 60.0,
         devices: Sequence[torch.device | str | None] | None = None,
     ) -> list[ThreadTransport]:
-        """One transport for each rank. `devices` moves what a rank receives to its own device."""
+        """Make one transport for each rank. `devices` moves what a rank receives to its own device."""
         if ranks < 1:
             raise UsageError(f"ranks={ranks}; a group needs at least 1")
         if capacity is not None and capacity < 0:
@@ -276,7 +277,7 @@ class ThreadTransport(Transport):
         return IN_MEMORY
 
     def wait_for(self, queue: SimpleQueue[Any], peer: int, channel: Channel | None, microbatch: int) -> Any:
-        """The next item of the queue, or the blame for there being none; `None` or `False` wake whoever waits."""
+        """Return the next item of the queue, or whom to blame for its lack; `None` or `False` wake whoever waits."""
         if self._board.failure is not None:
             raise after_loss(self._board.failure)
         waits = self._board.waiting
@@ -298,11 +299,11 @@ class ThreadTransport(Transport):
         return item
 
     def _judge(self, waiting: Waiting) -> PeerFailure | Excused:
-        """Who is to blame for this wait, if everybody in the chain of waits has stood still for the timeout."""
+        """Return who is to blame for this wait, if everybody in the chain of waits has stood still for the timeout."""
         return judge(self.rank, waiting, self._board.states(), self.timeout, self.timeout / LOOKS_PER_TIMEOUT)
 
     def flush(self) -> None:
-        """Nothing to do: what was sent is in the receiver's hands."""
+        """Do nothing: what was sent is in the receiver's hands."""
 
     def exchange(self, value: Any) -> list[Any]:
         self.check_not_broken()
@@ -323,7 +324,7 @@ class ThreadTransport(Transport):
         self._board.doing[self.rank], self._board.where[self.rank] = doing, where
 
     def waits_elsewhere(self, peer: int | None, seconds: float) -> None:
-        """This rank waits for another by other means than a message: see whether that is still worth it."""
+        """Check whether waiting for another rank by other means than a message is still worth it."""
         if peer is None:
             self._board.waiting[self.rank] = None
             return
@@ -341,7 +342,7 @@ class ThreadTransport(Transport):
         self._board.abort(failure)
 
     def reset(self) -> None:
-        """Also heals a broken group: threads have no link that could have been lost.
+        """Reset the group, also a broken one: threads have no link that could have been lost.
 
         The board is shared: the first rank to reset clears it, the others join the new generation.
         """

@@ -26,8 +26,6 @@ from penstock.schedule.timing.costs import Costs, given_costs
 from penstock.schedule.topology import Topology
 from penstock.tool import tool
 
-__all__ = ["FAMILIES", "Family", "build", "family", "forward_program"]
-
 Order = Iterable[list[Action]]
 
 
@@ -66,7 +64,7 @@ class Family:
         return {"block": Placement.block, "loop": Placement.loop, "v": Placement.v}[self.layout]
 
     def rows(self, ranks: int, microbatches: int, stages_per_rank: int, **options: bool) -> Order:
-        """Each rank's order; where a rank has a block of stages, the order of the blocks.
+        """Build each rank's order; where a rank has a block of stages, the order of the blocks.
 
         Args:
             ranks: Number of ranks.
@@ -180,7 +178,7 @@ AUTO = "auto"  # searched, not built
 
 
 def _plain(name: str) -> str:
-    """How names are compared: no case, no hyphens; torch's class names are taken too."""
+    """Return a name as names are compared: no case, no hyphens; torch's class names are taken too."""
     if not isinstance(name, str):
         raise UsageError(
             f"a schedule is named by text, such as '1f1b' (known: {', '.join([*FAMILIES, AUTO])}); got {name!r}"
@@ -192,12 +190,12 @@ _BY_NAME = {_plain(name): entry for entry in FAMILIES.values() for name in (entr
 
 
 def is_auto(name: str) -> bool:
-    """Is "auto" meant, which `build` searches for?"""
+    """Return whether "auto" is meant, which `build` searches for."""
     return _plain(name) == AUTO
 
 
 def family(name: str) -> Family:
-    """The family of that name, in any case, or under one of its usual aliases.
+    """Return the family of that name, in any case, or under one of its usual aliases.
 
     Args:
         name: The name, such as `"zb-v"` or `"Interleaved1F1B"`.
@@ -284,9 +282,9 @@ def _searched(
 ) -> Schedule:
     check_count("ranks", ranks)
     sizes = (1, 2, 3, 4) if stages_per_rank is None else stages_per_rank
-    searching = tool("penstock.tools.search.request", 'build("auto")'), tool("penstock.tools.search", 'build("auto")')
-    memory = searching[0].memory_of_1f1b(ranks, costs or Costs())
-    found: Schedule = searching[1].search(ranks, microbatches, costs, memory, sizes, seconds=0)
+    searching = tool("penstock.tools.search", 'build("auto")')
+    memory = searching.memory_of_1f1b(ranks, costs or Costs())
+    found: Schedule = searching.search(ranks, microbatches, costs, memory, sizes, seconds=0)
     # what skips stages is there before what comes through them, so an order for the chain is one for the skips too
     topology = Topology.chain(found.stages, skips)
     return found if found.topology == topology else align(found.replace(topology=topology))
@@ -295,7 +293,7 @@ def _searched(
 def _tuned(
     entry: Family, order: Order, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs
 ) -> list[list[Action]]:
-    """The family's order, made for these costs of one stage."""
+    """Build the family's order for these costs of one stage."""
     assert entry.cap is not None
     if entry.layout == "block":  # a rank's stages are as one
         costs, stages_per_rank = _of_blocks(costs, ranks, stages_per_rank), 1
@@ -306,7 +304,7 @@ def _tuned(
 
 
 def _of_blocks(costs: Costs, ranks: int, size: int) -> Costs:
-    """The costs of `size` neighbouring stages as one."""
+    """Return the costs of `size` neighbouring stages as one."""
     stages = ranks * size
 
     def summed(name: str) -> tuple[float, ...]:
@@ -322,7 +320,7 @@ def _of_blocks(costs: Costs, ranks: int, size: int) -> Costs:
 
 
 def forward_program(schedule: Schedule, microbatches: int) -> Schedule:
-    """The lowered inference program for the same stages on the same ranks, breadth first."""
+    """Build the lowered inference program for the same stages on the same ranks, breadth first."""
     owned = [schedule.placement.stages_of(rank) for rank in range(schedule.ranks)]
     order = [one_f_one_b.in_rounds(stages, Op.F, [microbatches]) for stages in owned]
     return lower(
@@ -338,7 +336,7 @@ def forward_program(schedule: Schedule, microbatches: int) -> Schedule:
 
 
 def _in_blocks(row: list[Action], size: int) -> list[Action]:
-    """Each action on stage s becomes the same on stages s*size ... s*size+size-1, in model order."""
+    """Repeat each action on stage s as the same on stages s*size ... s*size+size-1, in model order."""
     blocks = []
     for stage, op, microbatch, _, _ in row:
         block = range(stage * size, (stage + 1) * size)

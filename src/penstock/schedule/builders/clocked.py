@@ -14,8 +14,6 @@ from collections.abc import Iterable
 
 from penstock.schedule.builders.problem import Orders, Problem
 
-__all__ = ["EPSILON", "NEVER", "Clocked", "choose"]
-
 EPSILON = 1e-9
 NEVER = math.inf
 
@@ -42,10 +40,10 @@ class Clocked(ABC):
         self.orders: Orders = [[] for _ in range(ranks)]
         self.events = [(0.0, rank) for rank in range(ranks)]
         self.home = problem.placement.by_stage
-        self.mean = sum(problem.time[:size]) / size  # of a forward
+        self.mean = sum(problem.time[:size]) / size  # The mean time of a forward.
 
     def run(self) -> Orders | None:
-        """The order of F and I on each rank; None where memory does not let it end."""
+        """Return the order of F and I on each rank; None where memory does not let it end."""
         events, free = self.events, self.free
         while events:
             now, rank = heapq.heappop(events)
@@ -73,7 +71,7 @@ class Clocked(ABC):
             there = end if link < 0 else end + (occupied + delay) * self.hop_time
             self.at[target] = there
             reader = self.home[target % size // self.count]
-            if there > self.free[reader]:  # else it looks when it is free
+            if there > self.free[reader]:  # Otherwise it looks when it is free.
                 heapq.heappush(self.events, (there, reader))
         self._busy(rank, end)
 
@@ -88,12 +86,12 @@ class Clocked(ABC):
         self._busy(rank, now + self.time_of_weight(stage))
 
     def time_of_weight(self, stage: int) -> float:
-        """How long a W takes on this clock."""
+        """Return how long a W takes on this clock."""
         return self.problem.time[2 * self.size + stage * self.count] * self.weight_time
 
     def fits(self, rank: int, x: int) -> bool:
-        """Is there room for an F or I?"""
-        if x >= self.size:  # it may recompute
+        """Return whether there is room for an F or I."""
+        if x >= self.size:  # It may recompute.
             return self.held[rank] + self.problem.least_room[x] <= self.caps[rank] or not self.owed[rank]
         return self.held[rank] + self.problem.most[x // self.count] <= self.room[rank]
 
@@ -105,7 +103,7 @@ class Clocked(ABC):
 def choose(
     found: Iterable[tuple[int, float, float, bool]], patience: float
 ) -> tuple[int, float, float, float, int, float]:
-    """What should come first, of actions with their places, the times in which they are there, and whether they fit.
+    """Choose what should come first, of actions with their places, the times in which they exist, and whether they fit.
 
     Returns the first that is there (-1: none) and its place; when the next is there, and the place of the first that is
     there within `patience`; and the first that is there and does not fit, with its place.

@@ -34,8 +34,6 @@ from collections import Counter
 
 from penstock.schedule.action import Action, Op, trusted
 
-__all__ = ["dualpipe_v"]
-
 Step = tuple[tuple[int, Op], ...]  # one (stage, op), or the two of a pair
 
 

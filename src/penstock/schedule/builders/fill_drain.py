@@ -9,8 +9,6 @@ from __future__ import annotations
 from penstock.schedule.action import Action, Op, in_order, trusted
 from penstock.schedule.builders.one_f_one_b import in_rounds
 
-__all__ = ["forward_only", "gpipe", "looped_bfs"]
-
 
 def gpipe(ranks: int, microbatches: int) -> list[list[Action]]:
     """Fill, then drain: all forwards, then all backwards, microbatches in order."""

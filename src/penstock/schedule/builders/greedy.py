@@ -34,8 +34,6 @@ from typing import NamedTuple
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, trusted
 
-__all__ = ["Durations", "Filled", "fill_weights", "preference"]
-
 FORWARD, WEIGHT = Op.F, Op.W
 Key = tuple[int, Op, int | None]  # stage, op, microbatch
 

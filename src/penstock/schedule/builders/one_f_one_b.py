@@ -19,8 +19,6 @@ from collections.abc import Iterator, Sequence
 
 from penstock.schedule.action import Action, Op, in_order
 
-__all__ = ["alternate", "in_rounds", "interleaved_1f1b", "one_f_one_b", "overlap_b_f", "rounds"]
-
 
 def one_f_one_b(ranks: int, microbatches: int) -> list[list[Action]]:
     """Build a warm-up of at most `ranks - rank` forwards, then one backward and one forward in turn."""

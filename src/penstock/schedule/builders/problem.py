@@ -30,20 +30,18 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.timing.costs import Costs, memory_by_op
 from penstock.schedule.topology import Topology
 
-__all__ = ["LARGE", "ROUNDING", "Objective", "Orders", "Problem", "schedule_of", "stage_costs"]
-
 ROUNDING = 1e-9  # relative: sums of thirds
 MORE = 1.3  # W than the shortest way takes are kept for the time between two steps
 LARGE = 100_000  # computes; from here on a rule takes the better part of a second
 Objective = Literal["makespan", "span", "steady"]
-Orders = list[list[int]]  # of each rank, its actions in order, as numbers
+Orders = list[list[int]]  # By rank: its actions in order, as numbers.
 OPS = FORWARD, _, WEIGHT = (Op.F, Op.I, Op.W)
 FULL = Op.B
 SHARED = ("forward", "input", "weight", "activation", "held", "kept")
 
 
 def stage_costs(costs: Costs, stages_per_rank: int) -> Costs:
-    """The costs of one stage, from those of a whole rank. What is given per stage stays as it is.
+    """Return the costs of one stage, from those of a whole rank. What is given per stage stays as it is.
 
     A hop costs the same however small the stages are.
 
@@ -97,7 +95,7 @@ class Problem:
         self.busiest = max(sum(work[stage] for stage in placement.stages_of(rank)) for rank in range(self.ranks))
 
     def shorter(self, microbatches: int) -> Problem:
-        """The same with another number of microbatches."""
+        """Return the same with another number of microbatches."""
         options: dict[str, Any] = {"objective": self.objective, "recompute": self.recompute}
         return Problem(self.placement, microbatches, self.costs, self.memory, **options)
 
@@ -203,13 +201,13 @@ class Problem:
         return feeds, wires
 
     def least_memory(self, rank: int) -> float:
-        """What one microbatch holds on a rank when it has passed all stages."""
+        """Return what one microbatch holds on a rank when it has passed all stages."""
         return sum(self.most[stage] for stage in self.placement.stages_of(rank)) + self.spare[rank]
 
     # -- to and from actions
 
     def numbers(self, rows: Sequence[Sequence[Action]]) -> Orders:
-        """A builder's rows as numbers; a full backward is its two halves, which is never slower."""
+        """Turn a builder's rows into numbers; a full backward is its two halves, which is never slower."""
         count, half = self.microbatches, self.size
         found: Orders = []
         for row in rows:
@@ -229,20 +227,20 @@ class Problem:
         return found
 
     def action(self, x: int) -> Action:
-        """The action of a number."""
+        """Return the action of a number."""
         third, x = divmod(x, self.size)
         stage, microbatch = divmod(x, self.microbatches)
         return trusted(stage, OPS[third], microbatch)
 
     def schedule(self, orders: Orders, name: str) -> Schedule:
-        """The aligned schedule of complete orders."""
+        """Make the aligned schedule of complete orders."""
         return schedule_of(orders, self.placement, self.topology, self.microbatches, self.recompute, name)
 
 
 def schedule_of(
     orders: Orders, placement: Placement, topology: Topology, microbatches: int, recompute: frozenset[int], name: str
 ) -> Schedule:
-    """The aligned schedule of complete orders, made without an object for each action."""
+    """Make the aligned schedule of complete orders, without an object for each action."""
     import numpy as np
 
     lengths = tuple(map(len, orders))

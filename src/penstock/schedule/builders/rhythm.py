@@ -27,14 +27,13 @@ from functools import cache
 from penstock.schedule.builders.clocked import EPSILON, Clocked, choose
 from penstock.schedule.builders.problem import Orders, Problem
 
-__all__ = ["Rhythm", "follow"]
-
 
 @dataclass(frozen=True)
 class Rhythm:
     """What a rank prefers when it follows the rhythm of a V."""
 
-    down: float = 0.5  # where the share of a slot for a hop down is, between the least and the most that it can be
+    # Place of a slot's share for a hop down, between the least and the most that it can be.
+    down: float = 0.5
     slack: float | None = 0.0  # memory of a stage beyond what the rhythm needs, in periods; None: all shared by `shape`
     shape: float = 0.8  # how much more of the memory goes to stages that hold for long
     patience: float = 0.3  # how long to wait for what should come first, in forwards
@@ -42,11 +41,12 @@ class Rhythm:
     memory: float = 1.0  # the share of the caps to use
     weight_time: float = 0.7  # the clock, in true W and hops
     hop_time: float = 0.0
-    pace: float | None = None  # without rest, and so many of the shortest periods that memory can bear between two
+    # Without rest: so many of the shortest periods that memory can bear between two.
+    pace: float | None = None
 
 
 def follow(problem: Problem, rhythm: Rhythm) -> Orders | None:
-    """The order of F and I; None where memory does not let it end."""
+    """Build the order of F and I; None where memory does not let it end."""
     return _Follow(problem, rhythm).run()
 
 
@@ -64,7 +64,8 @@ class _Follow(Clocked):
             self.forward_at, self.input_at, self.period = _restless(problem, rhythm.pace, self.room)
             self.quota = [problem.microbatches] * stages
             self.at[: self.count] = [microbatch * self.period for microbatch in range(self.count)]
-            self.events += [(start, self.home[0]) for start in self.at[1 : self.count]]  # in order, so a heap
+            # They are in order, so this is a heap.
+            self.events += [(start, self.home[0]) for start in self.at[1 : self.count]]
         self.in_flight, self.forwards, self.inputs = [0] * stages, [0] * stages, [0] * stages
         self.owned = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
 
@@ -88,7 +89,9 @@ class _Follow(Clocked):
             self._pay(rank, now, owed[0])
 
     def _next(self, rank: int, now: float) -> list[tuple[int, float, float]]:
-        """Of each stage the next F and I that are made: number, place in the rhythm, and in what time it is there."""
+        """Return, of each stage, the next F and I that exist: number, place in the rhythm, and in what time each
+        arrives.
+        """
         found, count, size, at, period = [], self.count, self.size, self.at, self.period
         for stage in self.owned[rank]:
             microbatch = self.forwards[stage]
@@ -120,7 +123,7 @@ class _Follow(Clocked):
 
 
 def _times(problem: Problem, down: float) -> tuple[list[float], list[float], float]:
-    """When the first microbatch's F and I would start in each stage, and after what time the next one follows."""
+    """Return when the first microbatch's F and I would start in each stage, and when the next one follows."""
     ranks, stages = problem.ranks, problem.stages
     per_rank, size = stages // ranks, problem.size
     forward, backward, weight = (sum(problem.time[k * size : (k + 1) * size]) / size for k in range(3))
@@ -145,7 +148,7 @@ def _times(problem: Problem, down: float) -> tuple[list[float], list[float], flo
 
 
 def _restless(problem: Problem, pace: float, rooms: list[float]) -> tuple[list[float], list[float], float]:
-    """The same of microbatches that never wait, as many as fill the memory of a rank with what they hold on it."""
+    """Return the same of microbatches that never wait, as many as fill the memory of a rank."""
     count, size, now = problem.microbatches, problem.size, 0.0
     starts = [0.0] * (2 * problem.stages)
     x, last = 0, size
@@ -166,14 +169,14 @@ def _restless(problem: Problem, pace: float, rooms: list[float]) -> tuple[list[f
 
 @cache
 def _rests(ranks: int, per_rank: int) -> tuple[int, ...]:
-    """Whole slots of rest at each turn: the fewest with which legs of one direction are in slots of their own.
+    """Return whole slots of rest at each turn: the fewest that put legs of one direction in slots of their own.
 
     From one leg to the next but one pass as many slots as a leg has hops, one for the two turns, and the rests.
     """
     turns = 2 * per_rank - 1
 
     def placed(rests: tuple[int, ...], slots: tuple[int, ...], left: int) -> tuple[int, ...] | None:
-        leg = len(rests) + 1  # to be placed next
+        leg = len(rests) + 1  # The next leg to place.
         if leg > turns:
             return rests
         for rest in range(left + 1):
@@ -194,7 +197,7 @@ def _rests(ranks: int, per_rank: int) -> tuple[int, ...]:
 def _quotas(
     problem: Problem, rhythm: Rhythm, rooms: list[float], times: tuple[list[float], list[float], float]
 ) -> list[int]:
-    """How many microbatches each stage may hold."""
+    """Return how many microbatches each stage may hold."""
     forward_at, input_at, period = times
     if rhythm.slack is not None:
         return [

@@ -51,8 +51,6 @@ from penstock.schedule.builders.rhythm import Rhythm, follow
 from penstock.schedule.placement import Placement
 from penstock.schedule.timing.costs import Costs
 
-__all__ = ["half_cap", "min_cap", "v_half", "v_min", "v_placement", "zb_v"]
-
 LARGE = 100_000  # computes; from here on, making an order by a clock takes long
 PERIOD = 6  # slots of work that a rank has for one microbatch: F, I and W on two stages
 
@@ -64,7 +62,7 @@ class VBlock(NamedTuple):
     up: int
     back_down: int
     back_up: int
-    rests: tuple[int, int, int] = (0, 0, 0)  # on the last rank, on the first, on the last again
+    rests: tuple[int, int, int] = (0, 0, 0)  # On the last rank, on the first, on the last again.
 
 
 V_HALF = (
@@ -81,22 +79,22 @@ V_MIN = (
 
 
 def v_half(ranks: int, microbatches: int) -> list[list[Action]]:
-    """About half of 1F1B's memory: at most `(ranks + 2) // 2` whole-rank microbatches."""
+    """Build an order with about half of 1F1B's memory: at most `(ranks + 2) // 2` whole-rank microbatches."""
     return _best(V_HALF, ranks, microbatches, half_cap(ranks))
 
 
 def half_cap(ranks: int, stages_per_rank: int = 2) -> int:
-    """How many stages of microbatches a rank of v-half may hold."""
+    """Return how many stages of microbatches a rank of v-half may hold."""
     return stages_per_rank * ((ranks + 2) // 2)
 
 
 def v_min(ranks: int, microbatches: int) -> list[list[Action]]:
-    """About a third of 1F1B's memory: at most `(ranks + 4) // 3` whole-rank microbatches."""
+    """Build an order with about a third of 1F1B's memory: at most `(ranks + 4) // 3` whole-rank microbatches."""
     return _best(V_MIN, ranks, microbatches, min_cap(ranks))
 
 
 def min_cap(ranks: int, stages_per_rank: int = 2) -> int:
-    """How many stages of microbatches a rank of v-min may hold."""
+    """Return how many stages of microbatches a rank of v-min may hold."""
     return stages_per_rank * ((ranks + 4) // 3)
 
 
@@ -114,7 +112,7 @@ def zb_v(ranks: int, microbatches: int, *, weights: bool = True) -> list[list[Ac
 
 
 def v_placement(ranks: int) -> list[int]:
-    """The rank of each stage: down the V and up again."""
+    """Return the rank of each stage: down the V and up again."""
     return [*range(ranks), *reversed(range(ranks))]
 
 
@@ -135,7 +133,7 @@ def _numbered(legs: Sequence[tuple[int, Op]], microbatches: int) -> list[Action]
 
 
 def _best(blocks: tuple[VBlock, ...], ranks: int, microbatches: int, cap: int) -> list[list[Action]]:
-    """The order that suits these numbers best, chosen on a batch that is just long enough.
+    """Choose the order that suits these numbers best, on a batch that is just long enough.
 
     More microbatches only repeat the middle, which takes the same time in every order that fits.
     """
@@ -150,7 +148,7 @@ def _best(blocks: tuple[VBlock, ...], ranks: int, microbatches: int, cap: int) -
 def _best_of_trial(
     blocks: tuple[VBlock, ...], ranks: int, trial: int, cap: int, with_rhythm: bool
 ) -> tuple[Callable[[int, int, int], Filled | None], Filled]:
-    """What makes the best order of so many microbatches, and that order; kept, as longer batches choose by it too."""
+    """Return what makes the best order of so many microbatches, and that order; kept for longer batches."""
     makers: list[Callable[[int, int, int], Filled | None]] = [partial(_repeat, block) for block in blocks]
     if with_rhythm:
         makers.append(_in_rhythm)
@@ -160,7 +158,7 @@ def _best_of_trial(
 
 
 def _in_rhythm(ranks: int, microbatches: int, cap: int) -> Filled | None:
-    """The order of a V that keeps to a rhythm, with a fill that is as quick as memory allows; None where it stops."""
+    """Build the order of a V that keeps to a rhythm, with a fill as quick as memory allows; None where it stops."""
     problem = Problem(Placement.v(ranks, 2), microbatches, Costs(), (float(cap),) * ranks)
     found = follow(problem, Rhythm(patience=0.0, overrun=0.0, weight_time=1.0))
     if found is None:
@@ -169,7 +167,7 @@ def _in_rhythm(ranks: int, microbatches: int, cap: int) -> Filled | None:
 
 
 def _repeat(block: VBlock, ranks: int, microbatches: int, cap: int) -> Filled:
-    """The order of a block that is repeated for each microbatch, with W filled in."""
+    """Build the order of a block that is repeated for each microbatch, with W filled in."""
     orders = []
     for rank in range(ranks):
         timed = sorted(
@@ -182,7 +180,7 @@ def _repeat(block: VBlock, ranks: int, microbatches: int, cap: int) -> Filled:
 
 
 def _legs(block: VBlock, rank: int, ranks: int) -> list[tuple[int, int, Op]]:
-    """What a rank does for microbatch 0, one action on each leg: slot, stage and op."""
+    """Return what a rank does for microbatch 0, one action on each leg: slot, stage and op."""
     last = ranks - 1
     turns = [1 + rest for rest in block.rests]
     up_starts = block.down * last + turns[0]

@@ -38,8 +38,6 @@ from penstock.schedule.action import Action, Op, in_order
 from penstock.schedule.builders.greedy import Filled, fill_weights, preference
 from penstock.schedule.builders.one_f_one_b import alternate, in_rounds
 
-__all__ = ["group_cap", "group_interleaved", "interleaved_zb", "zb_h1", "zb_h2"]
-
 
 def zb_h1(ranks: int, microbatches: int, *, weights: bool = True) -> list[list[Action]]:
     """Zero bubble in 1F1B's memory: at most `ranks` microbatches on a rank."""

@@ -8,8 +8,6 @@ from itertools import chain, repeat
 from penstock.schedule.action import Action, Op
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["IDLE", "cells_of", "draw", "table"]
-
 IDLE = "."
 # one terminal colour for each kind of compute, the same for all its microbatches; told apart
 # without colour by the letter

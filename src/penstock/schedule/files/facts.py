@@ -16,8 +16,6 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.seen import forwards_seen, passes_seen
 from penstock.schedule.topology import Topology
 
-__all__ = ["check_facts", "taken"]
-
 # Facts that may be passed for a file that cannot state them.
 TAKEN = ("placement", "microbatches", "topology", "recompute", "name", "passes")
 KNOWN = ("ranks", "stages", "forward_only", *TAKEN)

@@ -9,8 +9,6 @@ from typing import Any
 from penstock import reading
 from penstock.errors import FileError, NotationError, ScheduleError
 
-__all__ = ["MOST_CELLS", "MOST_STAGES", "parse_json", "read_file"]
-
 # 1,000 ranks with 300 microbatches have as many; they are read and proved in some 10 s.
 MOST_CELLS = 1_000_000
 MOST_STAGES = 20_000  # each costs the proof far more than a cell does

@@ -30,8 +30,6 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.seen import PASSES, actions_of, skips_seen
 from penstock.schedule.topology import Topology
 
-__all__ = ["load", "read_cells", "read_text", "save"]
-
 FORMAT = 1
 
 

@@ -25,8 +25,6 @@ from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.timing.timeline import Span, Timeline, Wall
 
-__all__ = ["from_json", "is_timeline", "load", "save", "to_json"]
-
 FORMAT = 1
 MARK = "penstock_timeline"
 LONGEST_UNIT = 20

@@ -18,8 +18,6 @@ from penstock.schedule.events import run
 from penstock.schedule.proof.shape import shape_faults
 from penstock.schedule.schedule import Row, Schedule, expect_schedule
 
-__all__ = ["align", "stuck_faults"]
-
 
 def align(schedule: Schedule) -> Schedule:
     """Return the same order with idle slots where a rank must wait, so that all rows have equal length.

@@ -25,8 +25,6 @@ from penstock.schedule.action import Action, Op
 from penstock.schedule.lowering.align import align
 from penstock.schedule.schedule import Row, Schedule
 
-__all__ = ["gather", "in_turn"]
-
 
 def gather(program: Schedule, stages: Collection[int]) -> Schedule:
     """Return the lowered program in which these stages take their batch in one piece."""

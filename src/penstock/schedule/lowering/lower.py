@@ -33,8 +33,6 @@ from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.seen import PASSES, passes_seen
 from penstock.schedule.topology import links
 
-__all__ = ["insert_reductions", "insert_shards", "insert_transfers", "lower"]
-
 
 def lower(schedule: Schedule, *, reduce: bool = False, window: int | None = None) -> Schedule:
     """Turn a schedule into a program: add the transfers and, on request, reductions and sharding.

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from penstock.errors import ScheduleError
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["LINKS", "RULES", "Certificate", "certificate_of"]
-
 RULES = 2  # goes up with every change of what verify accepts
 COMPUTES = (
     "every stage, rank and microbatch is in range",

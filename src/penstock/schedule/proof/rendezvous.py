@@ -26,8 +26,6 @@ from penstock.schedule.lowering.align import ring_faults
 from penstock.schedule.proof.transfers import Transfers
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["rendezvous_faults"]
-
 
 def rendezvous_faults(schedule: Schedule, transfers: Transfers, links: str = "direction") -> list[Fault]:
     """Return an empty list when the program ends; else where each rank stops, and the ring."""

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from penstock.errors import Fault
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["crowd_fault", "shape_faults"]
-
 FEW = 100_000  # missing computes that are still listed one by one
 
 

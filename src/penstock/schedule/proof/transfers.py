@@ -17,8 +17,6 @@ from penstock.schedule.dependencies import Table, Value
 from penstock.schedule.schedule import Schedule
 from penstock.schedule.topology import Link, links
 
-__all__ = ["Ends", "Move", "Transfers", "link_faults", "partner"]
-
 _PARTNER = {Op.SEND_F: Op.RECV_F, Op.RECV_F: Op.SEND_F, Op.SEND_B: Op.RECV_B, Op.RECV_B: Op.SEND_B}
 
 

@@ -32,8 +32,6 @@ from penstock.schedule.repeated import repeated
 from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.seen import passes_seen
 
-__all__ = ["faults", "verify"]
-
 
 def verify(schedule: Schedule, steps: int = 1, links: str = "direction") -> Certificate:
     """Prove that a schedule or program is correct and cannot deadlock, or raise `ScheduleError` with every fault.

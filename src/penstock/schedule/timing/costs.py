@@ -18,8 +18,6 @@ from penstock.schedule.timing.timeline import Timeline
 from penstock.schedule.topology import Topology
 from penstock.tool import tool
 
-__all__ = ["Costs", "given_costs", "memory_by_op"]
-
 PerStage = float | Sequence[float]
 
 
@@ -118,7 +116,7 @@ class Costs:
         _check("overlap", _numbers(self.overlap))
 
     def pair_share(self, forward: int, backward: int) -> float | None:
-        """The time of a pair of these stages as a share of the sum of its parts.
+        """Return the time of a pair of these stages as a share of the sum of its parts.
 
         `None` if nothing is known of it: its parts then run one after the other.
 
@@ -147,7 +145,7 @@ class Costs:
 
     @classmethod
     def from_timeline(cls, timeline: Timeline) -> Costs:
-        """The costs of a measured run: the median per op and stage, and of messages that were waited for.
+        """Take the costs of a measured run: the median per op and stage, and of messages that were waited for.
 
         A stage that ran only full backwards shows `I` and `W` together: each gets half.
 
@@ -162,7 +160,7 @@ class Costs:
         return found
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
-        """One number per stage.
+        """Return one number per stage.
 
         Args:
             name: One of `forward`, `input`, `weight`, `activation`, `held` and `kept`.
@@ -190,7 +188,8 @@ class Costs:
         return [forward, full, backward_input, weight]
 
     def recomputed(self, stages: int, which: Iterable[int]) -> Costs:
-        """The costs where some stages recompute: time and memory from `F` to the backward, without what it then takes.
+        """Return the costs where some stages recompute: time and memory from `F` to the backward, without what it then
+        takes.
 
         Args:
             stages: Number of stages.
@@ -235,7 +234,7 @@ class Costs:
             )
 
     def scale(self, microbatches: int) -> tuple[float, ...]:
-        """How large each microbatch is.
+        """Return how large each microbatch is.
 
         Args:
             microbatches: Number of microbatches.
@@ -247,7 +246,7 @@ class Costs:
         return tuple(self.sizes)
 
     def wire(self, source: int, target: int, way: tuple[int, int]) -> tuple[float, float]:
-        """(time that a message of an edge occupies its link, further time until it has arrived).
+        """Return (time that a message of an edge occupies its link, further time until it has arrived).
 
         Args:
             source: The stage that sends.
@@ -272,7 +271,7 @@ class Costs:
 
 
 def memory_by_op(costs: Costs, stages: int, recompute: Iterable[int] = ()) -> list[list[tuple[float, float]]]:
-    """By op and stage, for the four computes: (the room that it needs while it runs, what it adds for good)."""
+    """Return, by op and stage, for the four computes: (the room that it needs while it runs, what it adds for good)."""
     chosen = frozenset(recompute)
     activation, held, kept = (costs.per_stage(name, stages) for name in ("activation", "held", "kept"))
     found: list[list[tuple[float, float]]] = [[], [], [], []]
@@ -287,7 +286,7 @@ def memory_by_op(costs: Costs, stages: int, recompute: Iterable[int] = ()) -> li
 
 
 def given_costs(costs: Costs | None) -> Costs:
-    """The costs that a user gave; without any, all computes take 1."""
+    """Return the costs that a user gave; without any, all computes take 1."""
     if costs is not None and not isinstance(costs, Costs):
         raise UsageError(f"costs must be a Costs, such as Costs(forward=2.0, input=2.0, weight=1.0); got {costs!r}")
     return costs or Costs()

@@ -14,8 +14,6 @@ from itertools import pairwise
 from penstock.schedule.action import Op
 from penstock.schedule.timing.timeline import Span, Timeline
 
-__all__ = ["kept_times", "occupied"]
-
 
 def occupied(timeline: Timeline) -> dict[tuple[Op, int], list[float]]:
     """By op and stage: how long each compute kept its rank from the next one.

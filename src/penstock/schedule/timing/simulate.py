@@ -31,8 +31,6 @@ from penstock.schedule.timing.costs import Costs, given_costs, memory_by_op
 from penstock.schedule.timing.timeline import Need, Span, Timeline, peaks
 from penstock.schedule.timing.wires import Wires
 
-__all__ = ["Spread", "priced_pairs", "simulate", "what_if"]
-
 
 def simulate(
     schedule: Schedule,

@@ -14,8 +14,6 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.timing.costs import Costs
 from penstock.schedule.timing.simulate import simulate
 
-__all__ = ["SteadyState", "steady_state"]
-
 FIRST, LAST = 4, 32  # steps that are simulated, at first and at most
 
 

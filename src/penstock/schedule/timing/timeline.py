@@ -18,8 +18,6 @@ from penstock.schedule.columns import Columns
 from penstock.schedule.dependencies import Value, makes, needs
 from penstock.schedule.schedule import Schedule
 
-__all__ = ["Span", "Timeline", "Wall"]
-
 # Share of the mean span: a shorter measured wait is what it costs to take a message that had come.
 WAITED = 0.05
 

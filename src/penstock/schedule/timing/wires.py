@@ -17,8 +17,6 @@ from penstock.schedule.schedule import Schedule
 from penstock.schedule.timing.costs import Costs
 from penstock.schedule.topology import links
 
-__all__ = ["Wires"]
-
 
 class _Kind(NamedTuple):
     """The messages of one link in one direction that occupy it."""

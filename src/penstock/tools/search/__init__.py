@@ -20,6 +20,7 @@ What a search works on is with the builders, which share it: `problem`, one plac
 from penstock.tools.search.bounds.lower_bound import lower_bound
 from penstock.tools.search.curve import CurvePoint, search_curve
 from penstock.tools.search.found import Found, Tried
+from penstock.tools.search.request import memory_of_1f1b
 from penstock.tools.search.search import search, search_report
 from penstock.tools.search.uneven.entry import FoundCut
 from penstock.tools.search.uneven.layers import Hosts, Layer
@@ -33,6 +34,7 @@ __all__ = [
     "Layer",
     "Tried",
     "lower_bound",
+    "memory_of_1f1b",
     "order_microbatches",
     "search",
     "search_curve",

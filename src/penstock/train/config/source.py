@@ -22,6 +22,7 @@ from penstock.train.config.settings import TrainConfig
 
 HUGGINGFACE = "huggingface:"  # what follows is the name of a configuration
 NOT_HERE = ("PYTHONSAFEPATH", "penstock")  # by which a Python that is started does not search its working folder
+SENDING = "logging.wandb"
 FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -82,8 +83,9 @@ def functions_in(config: TrainConfig) -> dict[str, str]:
 
 
 def distrust(config: TrainConfig) -> TrainConfig:
-    """Return the configuration with its functions out of reach: whoever imports one gets an error."""
-    for key, text in functions_in(config).items():
+    """Return the configuration with its functions out of reach, and sending: whoever uses one of them gets an error."""
+    sending = {} if config.logging.wandb == "off" else {SENDING: config.logging.wandb}
+    for key, text in {**functions_in(config), **sending}.items():
         table, _, name = key.rpartition(".")
         config = replace(config, **{table: replace(getattr(config, table), **{name: Distrusted(text)})})
     return config
@@ -99,6 +101,16 @@ def require_trust(config: TrainConfig, what: str) -> None:
     if not is_trusted(config):
         listed = ", ".join(f"{key} = {text!r}" for key, text in functions_in(config).items())
         raise UsageError(f"{what} would import and call {listed}; read them, then add --trust")
+
+
+def check_sending(config: TrainConfig) -> None:
+    """Raise UsageError where somebody else may have written to whom the run's figures go, with the user's own key."""
+    if isinstance(config.logging.wandb, Distrusted):
+        raise UsageError(
+            f"{SENDING} is {config.logging.wandb!r}, in a configuration that somebody else may have written, and "
+            f"logging.wandb_options say where figures go, and your key with them: {config.logging.wandb_options}; read "
+            f"them, then add --trust, or set {SENDING}=off"
+        )
 
 
 def libraries_of(config: TrainConfig) -> list[str]:

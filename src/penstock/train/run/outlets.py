@@ -15,7 +15,7 @@ from penstock.errors import UsageError
 from penstock.reading import read_json
 from penstock.train.config.read import to_document
 from penstock.train.config.settings import TrainConfig
-from penstock.train.config.source import find_source
+from penstock.train.config.source import check_sending, find_source
 from penstock.writing import write_whole
 
 Figures = dict[str, Any]
@@ -85,6 +85,7 @@ class _WeightsAndBiases:
     """One run there for one run here, however often that is resumed: its id is in the run's folder."""
 
     def __init__(self, config: TrainConfig, root: Path, start: int) -> None:
+        check_sending(config)
         try:
             import wandb  # optional
         except ImportError:

@@ -17,7 +17,7 @@ th { border-bottom: 1px solid #999; } svg text { font: 12px system-ui, sans-seri
 
 
 def curve_lines(points: Sequence[CurvePoint], columns: int, bar: str = "#") -> list[str]:
-    """One line per cap: the cap, the idle share, a bar of that length, and the placement."""
+    """Return one line per cap: the cap, the idle share, a bar of that length, and the placement."""
     most = max((point.idle for point in points), default=0.0) or 1.0
     room = max(10, columns - 44)
     lines = [f"{'memory':>10}  {'idle':>7}  {'stages per rank':<18}"]
@@ -31,7 +31,7 @@ def curve_lines(points: Sequence[CurvePoint], columns: int, bar: str = "#") -> l
 
 
 def curve_page(points: Sequence[CurvePoint], title: str) -> str:
-    """A page that draws the curve and lists its points; it needs no network."""
+    """Make a page that draws the curve and lists its points; it needs no network."""
     shown = html.escape(title)
     head = "<tr><th>memory<th>idle<th>makespan<th>lower bound<th>stages per rank<th>placement<th>peak memory</tr>"
     rows = "\n".join(
@@ -48,7 +48,7 @@ def curve_page(points: Sequence[CurvePoint], title: str) -> str:
 
 
 def _drawing(points: Sequence[CurvePoint]) -> str:
-    """The curve as an SVG: memory to the right, idle share upwards."""
+    """Draw the curve as an SVG: memory to the right, idle share upwards."""
     most_memory = max(point.memory for point in points)
     most_idle = max(point.idle for point in points) or 1.0
 

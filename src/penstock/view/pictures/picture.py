@@ -52,7 +52,7 @@ class Picture(NamedTuple):
 
 
 def picture(runs: Sequence[Run], width: float = WIDTH, memory: bool = False) -> Picture:
-    """All runs, one below the other, on one scale where they have one unit.
+    """Draw all runs, one below the other, on one scale where they have one unit.
 
     With `memory`, each rank's row has what it holds below it, as bars, in whole-rank microbatches.
     """
@@ -96,7 +96,7 @@ def _run(run: Run, y: float, width: float, shared: float, most: float) -> Iterat
 def _held(
     timeline: Timeline, rank: int, left: float, scale: float, y: float, most: float
 ) -> Iterator[Rectangle | Words]:
-    """What a rank holds over time, as bars whose full height is the most that any rank holds."""
+    """Draw what a rank holds over time, as bars whose full height is the most that any rank holds."""
     each = len(timeline.schedule.placement.stages_of(rank))
     changes = in_flight(timeline, rank)
     ends = [time for time, _ in changes[1:]] + [timeline.start + timeline.makespan]

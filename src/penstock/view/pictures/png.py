@@ -28,7 +28,7 @@ def save_png(runs: Sequence[Run], path: str | PathLike[str]) -> None:
 
 
 def render(drawn: Picture) -> Image:
-    from PIL import Image, ImageDraw, ImageFont  # only here: every command would load it
+    from PIL import Image, ImageDraw, ImageFont  # Imported here only: every command would load it.
 
     image = Image.new("RGB", (round(drawn.width * SCALE), round(drawn.height * SCALE)), THEME["ground"])
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(LETTERS * SCALE)

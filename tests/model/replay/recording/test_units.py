@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from model import containers
 from model.containers import EVERY, GPT, Entered, Grouped, Looped, Mixture, Towers, batch
 from model.nets import square, trains
-from tiers import mostly_slow
+from tiers import by_turns, mostly_slow
 from torch import nn
 
 import penstock
@@ -29,15 +30,19 @@ def shares(staged: StagedModel) -> list[float]:
     return [sum(value.numel() for value in part.module.parameters()) / total for part in staged.parts]
 
 
-@pytest.mark.parametrize(("kind", "stages"), mostly_slow(itertools.product(EVERY, [2, 4]), *((k, 2) for k in EVERY)))
+@pytest.mark.parametrize(("kind", "stages"), by_turns(EVERY, [2, 4], fast=[(k, 2) for k in EVERY[::3]]))
 def test_blocks_in_any_container_are_exact_over_two_steps(kind: type[nn.Module], stages: int) -> None:
     torch.manual_seed(0)
     model, x = kind(), batch(kind)
     assert trains(model, x, stages=stages) < 1e-6  # a CutWarning would be an error here
 
 
-@pytest.mark.parametrize("balance", [None, "parameters", "memory", {"*": 1}])
-@pytest.mark.parametrize("kind", EVERY)
+BALANCES: list[Any] = [None, "parameters", "memory", {"*": 1}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "balance"), by_turns(EVERY, BALANCES, fast=[(k, BALANCES[row % 4]) for row, k in enumerate(EVERY)])
+)
 def test_no_block_of_any_container_is_in_two_stages_and_none_is_left_with_the_rest(
     kind: type[nn.Module], balance: object
 ) -> None:
@@ -97,6 +102,7 @@ def test_a_unit_larger_than_a_stage_is_opened() -> None:
         assert max(shares(cut(Towers, stages))) < 1.3 / stages
 
 
+@pytest.mark.slow
 def test_a_unit_that_chooses_by_its_values_stays_in_one_piece() -> None:
     """Experts that are called only where they get tokens: as glue, each microbatch would take a path of its own."""
     staged = cut(Mixture, 4)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from model.nets import Chain, W, rows, square, trains
 from model.zoo import S, compared, make, own_loss
-from tiers import by_turns
+from tiers import by_turns, mostly_slow
 from torch import Tensor, nn
 
 import penstock
@@ -76,9 +76,12 @@ class Collects(Chain):
         return x
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("net", [HandsListOn, Collects])
+@pytest.mark.parametrize(
+    ("net", "stages", "schedule"),
+    by_turns(
+        [HandsListOn, Collects], [2, 4], ["1f1b", "zb-h1"], fast=[(HandsListOn, 4, "zb-h1"), (Collects, 2, "1f1b")]
+    ),
+)
 def test_what_units_add_to_lists_is_exact(net: type[Chain], stages: int, schedule: str) -> None:
     torch.manual_seed(0)
     assert trains(net(), rows(), stages=stages, schedule=schedule) < 1e-6
@@ -107,7 +110,7 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any, Tensor], Any], 
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", mostly_slow(CHANGES, *list(CHANGES)[::3]))
 def test_what_units_change_in_what_they_are_handed_is_exact(change: str) -> None:
     """Numbers, because of tensors it was refused: where the unit did not run, they stayed as they were, in silence."""
     make_it, change_it, read_it = CHANGES[change]

@@ -68,8 +68,9 @@ class DeviceLink:
         self, backend: Any, peer: int, number: int, device: torch.device, guard: Guard, now: Callable[[], float]
     ) -> None:
         self.backend, self.peer, self.device = backend, peer, device
-        self.messages = 0  # so far, with those that have no tensors
-        self.posted: deque[tuple[Any, int]] = deque()  # by end and microbatch: messages whose frames nobody has taken
+        self.messages = 0  # Counted with those that have no tensors.
+        # Messages whose frames nobody has taken, as pairs of an end and a microbatch.
+        self.posted: deque[tuple[Any, int]] = deque()
         self._other = 1 - number
         self._guard = guard
         self._now = now

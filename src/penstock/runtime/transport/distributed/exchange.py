@@ -33,7 +33,8 @@ FRAME_BYTES = 16 * 1024  # the entries of some dozens of ranks: what fits is tak
 _HEAD = struct.Struct("<IIQQ")  # magic, spare, number of the exchange, bytes of the body
 _MAGIC = 0x53544152
 _ROOM = FRAME_BYTES - _HEAD.size
-Summary = tuple[str | None, list[str], list[bytes]]  # in what programs differ, if in anything; calls; values
+# In what programs differ, if in anything; calls; values.
+Summary = tuple[str | None, list[str], list[bytes]]
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
@@ -41,9 +42,8 @@ class ExchangeEntry(NamedTuple):
     """What one rank says: which channels it has open, its counts for all channels of this step, call and value."""
 
     channels_checksum: int
-    counts: dict[
-        int, dict[int, int]
-    ]  # by checksum and number of the channel: messages that this end of the channel has moved
+    # Keys are the checksum and number of a channel, values the messages that this end of it has moved.
+    counts: dict[int, dict[int, int]]
     call: str
     value: bytes
 
@@ -63,11 +63,12 @@ class Posted(NamedTuple):
     used: Sequence[ChannelEnds[Any, Any]]
     value: Any
     entry: ExchangeEntry
-    receives: dict[int, tuple[Tensor, Any]]  # by peer
-    heard: dict[int, ExchangeEntry]  # by the coordinator, so far: a wait for the others may be left and taken up again
-    sends: list[tuple[Tensor, Any]]  # whose tensors must live until they have left
+    receives: dict[int, tuple[Tensor, Any]]  # Indexed by peer.
+    # What the coordinator has received so far: a wait for the others may be left and taken up again.
+    heard: dict[int, ExchangeEntry]
+    sends: list[tuple[Tensor, Any]]  # Their tensors must live until they have left.
     found: list[Exchanged]  # what all have said, once that is known
-    errors: list[Exception]  # or what came of it instead
+    errors: list[Exception]  # What came of it instead.
 
 
 class Sockets(Protocol):
@@ -85,7 +86,7 @@ class Sockets(Protocol):
 class Exchange:
     """One rank's part in the exchanges of its group."""
 
-    sockets: Sockets | None = None  # to ranks on this host, where there may be any
+    sockets: Sockets | None = None  # To ranks on this host, where there may be any.
 
     def __init__(self, rank: int, ranks: int, coordinator: int, tag: int, transfers: BackendTransfers) -> None:
         if not 0 <= coordinator < ranks:
@@ -102,7 +103,7 @@ class Exchange:
 
     @uninterrupted
     def prepare(self) -> None:
-        """Be ready for what is said in the next exchange: called when a step begins, which one will end.
+        """Prepare for the reports of the next exchange: called when the step begins that ends with it.
 
         Gloo sends nothing before it has heard that the receive is posted. A receive that is posted at the end of the
         step lets the report of a rank on another host wait for one more way there and back.
@@ -116,7 +117,7 @@ class Exchange:
     def post(
         self, step: int, current: ChannelEnds[Any, Any], used: Sequence[ChannelEnds[Any, Any]], call: str, value: Any
     ) -> Posted:
-        """Say what this rank has to, without waiting for anybody. `call` is what its user has called."""
+        """Send this rank's report without waiting for anybody. `call` is what its user has called."""
         counts = {ends.channels_checksum: ends.counts() for ends in used}
         entry = ExchangeEntry(current.channels_checksum, counts, call, plain.dumps(value))
         self.prepare()
@@ -127,7 +128,7 @@ class Exchange:
         return Posted(step, used, value, entry, receives, {self.rank: entry}, sends, [], [])
 
     def known(self, posted: Posted) -> Exchanged | None:
-        """What every rank has said, if this is the coordinator, all of it is here, and programs and calls are the same.
+        """Return every rank's report, if this is the coordinator, all are here, and programs and calls are the same.
 
         Waits for nobody. Of a receive that gloo has, nobody can tell whether it is done without waiting for it.
         """
@@ -171,7 +172,7 @@ class Exchange:
         return answer
 
     def _sum_up(self, posted: Posted) -> Summary:
-        """In what the programs of the ranks differ, their calls and their values, once all have been heard."""
+        """Return in what the programs of the ranks differ, their calls and their values, once all have arrived."""
         told = [posted.heard[rank] for rank in range(self.ranks)]
         return compare(told, posted.used), [each.call for each in told], [each.value for each in told]
 
@@ -245,7 +246,7 @@ class Exchange:
 
 
 def compare(entries: Sequence[ExchangeEntry], used: Sequence[ChannelEnds[Any, Any]]) -> str | None:
-    """What the ranks disagree on, or None."""
+    """Describe what the ranks disagree on, or return None."""
     odd = [rank for rank, entry in enumerate(entries) if entry.channels_checksum != entries[0].channels_checksum]
     if odd:
         return f"ranks {odd} have other channels open than rank 0; open() the same on all"

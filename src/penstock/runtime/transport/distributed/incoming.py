@@ -39,8 +39,9 @@ from penstock.runtime.transport.layout.layout import Book, Layout
 from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 
 AHEAD = 16  # receives of a channel that the backend may have before they are posted
-AHEAD_LEFT = 4  # with so few of them left, it is given more
-AHEAD_BYTES = WHOLE_BYTES  # of each, at most
+# The backend is given more receives once it has so few left.
+AHEAD_LEFT = 4
+AHEAD_BYTES = WHOLE_BYTES  # The most bytes of each.
 
 _RECEIPT = torch.ones(1, dtype=torch.uint8, device="cpu")
 _END = torch.empty(1, dtype=torch.uint8, device="cpu")  # takes the ends of all messages, which say nothing
@@ -68,7 +69,8 @@ class DistributedIncoming(Incoming):
         self._device = device
         self._arrived: dict[int, Pending] = {}  # messages whose frames had to be taken before anybody wanted them
         self._coming = 0  # receives of this step, where that is known beforehand
-        self._ahead: deque[tuple[Layout | None, Tensor, Any]] = deque()  # with the backend, and not yet posted
+        # The backend has these; they are not posted yet.
+        self._ahead: deque[tuple[Layout | None, Tensor, Any]] = deque()
 
     @uninterrupted
     def expect(self, receives: int) -> None:
@@ -122,7 +124,7 @@ class DistributedIncoming(Incoming):
         )
         value, is_built = None, True
         if self._connection.foreign:
-            is_built = layout is None  # its tensors have yet to go to the device
+            is_built = layout is None  # Its tensors have yet to go to the device.
         elif layout is not None:
             octets = [transfer.tensor for transfer in directs] if directs else ()
             value, is_built = layout.build_ahead(frame, octets, self._device)
@@ -173,7 +175,7 @@ class DistributedIncoming(Incoming):
         return pending.failure
 
     def _done(self, microbatch: int) -> None:
-        """Nobody will ask for this message again."""
+        """Forget this message: nobody will ask for it again."""
         del self.posted[microbatch]
         self._arrived.pop(microbatch, None)
 
@@ -237,7 +239,7 @@ class DistributedIncoming(Incoming):
         self._refuse(self._transfers.abort, due.microbatch, name_message(due.microbatch, due.ordinal, due.step), text)
 
     def _take_changed(self, microbatch: int, header: Header) -> tuple[Layout, Tensor]:
-        """The layout that a message introduces, and all that it has but what is on a device's link."""
+        """Return the layout that a message introduces, and all that it has but what is on a device's link."""
         body = self._follow(microbatch, header)
         text_bytes = 0
         if header.follows >= HEADER_BYTES:
@@ -256,7 +258,7 @@ class DistributedIncoming(Incoming):
         return failure_from(ctypes.string_at(body.data_ptr(), header.follows), self.channel.source_rank)
 
     def _follow(self, microbatch: int, header: Header) -> Tensor:
-        """The message that a header announced."""
+        """Receive the message that a header announced."""
         transfers, connection, channel = self._transfers, self._connection, self.channel
         peer = channel.source_rank
         tag = self._expected.following_tag(header.ordinal)
@@ -275,5 +277,5 @@ class DistributedIncoming(Incoming):
 
 
 def _frame_for(layout: Layout | None) -> Tensor:
-    """Memory for a frame of that layout; without one, for the header that announces it."""
+    """Allocate a frame of that layout; without one, of the header that announces it."""
     return torch.empty(HEADER_BYTES if layout is None else layout.frame_bytes, dtype=torch.uint8, device="cpu")

@@ -38,9 +38,10 @@ from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, 
 from penstock.runtime.transport.forks import keep_in_forks
 from penstock.runtime.transport.interrupts import uninterrupted
 
-GOODBYE_TIME = timedelta(seconds=1)  # in which the end of a peer's process closes its connections
+# The end of a peer's process closes its connections within this time.
+GOODBYE_TIME = timedelta(seconds=1)
 NOTE_BYTES = 64  # what two ranks tell each other when they meet
-LOOK_SECONDS = 0.001  # between two looks at whether a device has connected
+LOOK_SECONDS = 0.001  # Between two looks at whether a device has connected.
 
 
 class Links:
@@ -57,14 +58,15 @@ class Links:
     ) -> None:
         self.seconds = seconds
         self.devices: dict[tuple[int, int], DeviceLink] = {}
-        self._homes: dict[int, str] = {}  # by rank: the type of its device, of ranks that were met
+        # By rank that was met: the type of its device.
+        self._homes: dict[int, str] = {}
         self._home = "cpu" if device is None else device.type
         self._member, self._transfers, self._watch = member, transfers, transfers.watch
         self._rank, self._timeout, self._now = member.rank, transfers.timeout, transfers.watch.clock.now
         self._prefix, self._tag, self._device = prefix, tag, device
 
     def to(self, channel: Channel, peer: int) -> PeerConnection:
-        """The connection of a channel to its other end."""
+        """Return the connection of a channel to its other end."""
         second = self.seconds.get(peer) if channel.source_rank > channel.target_rank else None
         return (second or self._transfers.connection(peer))._replace(
             link=self.devices.get((channel.source_rank, channel.target_rank)),
@@ -92,7 +94,7 @@ class Links:
             self._transfers.give_way = hold_back_loop_threads() or self._transfers.give_way
 
     def _is_alike(self, peer: int) -> bool:
-        """Whether the peer has a device of this rank's type, and the group a backend for it."""
+        """Return whether the peer has a device of this rank's type, and the group a backend for it."""
         return self._homes.get(peer) == self._home and self._home in self._member.kinds
 
     @uninterrupted
@@ -120,12 +122,12 @@ class Links:
             raise self._watch.without_store(error) from error
         except RuntimeError as error:
             lost = PeerFailure(peer, f"did not connect to rank {self._rank} within {self._timeout:g} s")
-            if self._now() - begun < self._timeout / 2:  # so nobody was waited for
+            if self._now() - begun < self._timeout / 2:  # Nobody was waited for.
                 lost = self._not_connected(peer, error)
             raise copy(self._watch.propose(lost)) from error
 
     def _not_connected(self, peer: int, error: RuntimeError) -> PeerFailure:
-        """Whose fault it is that a connection could not be made: the peer's, if its first one is closed."""
+        """Decide whose fault it is that a connection could not be made: the peer's, if its first one is closed."""
         first = self._transfers.connection(peer)
         try:
             first.backend.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], first.number, self._tag).wait(
@@ -138,7 +140,7 @@ class Links:
         return PeerFailure(self._rank, f"could not connect to rank {peer}: {first_line(error)}")
 
     def _make_device_link(self, peer: int, route: tuple[int, int]) -> DeviceLink:
-        """A communicator that has moved its first bytes: it connects now, and not in the middle of a step."""
+        """Make a communicator that has moved its first bytes: it connects now, and not in the middle of a step."""
         assert self._device is not None
         transfers, watch, number = self._transfers, self._watch, route.index(self._rank)
         kind = partial(make_backend, self._member.kinds[self._home], timeout=transfers.longest)
@@ -183,7 +185,7 @@ class Links:
                 self.devices.popitem()[1].close()
 
     def device_waiting(self) -> Waiting | None:
-        """What the device of this rank waits for, and since when."""
+        """Return what the device of this rank waits for, and since when."""
         waits = [found for link in list(self.devices.values()) if (found := link.waiting()) is not None]
         return min(waits, key=lambda waiting: waiting.since, default=None)
 

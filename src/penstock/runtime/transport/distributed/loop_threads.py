@@ -23,10 +23,10 @@ NAME = "gloo_tcp_loop"  # what gloo calls them
 
 
 def loop_threads() -> list[int]:
-    """The loop threads of this process, by their number; none where the system does not tell."""
+    """Return the loop threads of this process, by their number; none where the system does not show them."""
     found = []
     for task in Path("/proc/self/task").glob("*"):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # The thread has just ended.
             if (task / "comm").read_text().strip() == NAME:
                 found.append(int(task.name))
     return found
@@ -41,7 +41,7 @@ def hold_back_loop_threads() -> Callable[[], None] | None:
         return None
     held_back = False
     for thread in loop_threads():
-        with suppress(OSError):  # it has just ended, or this is not permitted
+        with suppress(OSError):  # The thread has just ended, or this is not permitted.
             if os.sched_getscheduler(thread) == os.SCHED_OTHER:
                 os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
             held_back |= os.sched_getscheduler(thread) == os.SCHED_BATCH

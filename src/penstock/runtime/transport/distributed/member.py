@@ -16,7 +16,8 @@ from penstock.errors import PeerFailure
 from penstock.runtime.transport.forks import keep_in_forks
 
 _made: dict[str, int] = {}  # transports made so far on each process group, for tags and keys of their own
-_gloo: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()  # of groups that have no backend for the CPU
+# Backends for groups that have none for the CPU.
+_gloo: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
 class Member(NamedTuple):
@@ -25,16 +26,18 @@ class Member(NamedTuple):
     rank: int
     ranks: int
     backend: Any  # serves the CPU
-    kinds: Mapping[str, str]  # by type of device: the backend that serves it, where that is not the CPU's
+    # By type of device: the backend that serves it, where that is not the CPU's.
+    kinds: Mapping[str, str]
     backend_name: str
     store: Any
     store_host: int | None  # the rank whose process has the store, if one has
-    number: int  # of this transport among those of the group, for tags and keys of its own
-    world: Sequence[int]  # by rank in the group: the rank in the world
+    # Counts the transports of the group, for tags and keys of its own.
+    number: int
+    world: Sequence[int]  # By rank in the group: the rank in the world.
 
 
 def member_of(group: dist.ProcessGroup, timeout: float) -> Member:
-    """This rank in the group, for one more transport."""
+    """Return this rank in the group, for one more transport."""
     number = _made[group.group_name] = _made.get(group.group_name, -1) + 1
     members = dist.get_process_group_ranks(group)
     store = dist.distributed_c10d._get_process_group_store(group)
@@ -53,7 +56,7 @@ def member_of(group: dist.ProcessGroup, timeout: float) -> Member:
 
 
 def _serving_the_cpu(group: dist.ProcessGroup, store: Any, timeout: float) -> Any:
-    """The group's backend for the CPU; if it has none (NCCL alone), one of gloo that is made for all transports on it.
+    """Return the group's backend for the CPU; if it has none (NCCL alone), one of gloo for all transports on it.
 
     Gloo connects all ranks in one call that names nobody, so each first waits in the store for all others.
     """
@@ -74,5 +77,5 @@ def _serving_the_cpu(group: dist.ProcessGroup, store: Any, timeout: float) -> An
 
 
 def has_agent() -> bool:
-    """Whether torchrun's agent has the store, and no rank."""
+    """Return whether torchrun's agent has the store, and no rank."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

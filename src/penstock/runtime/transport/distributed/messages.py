@@ -35,7 +35,8 @@ SUBTAGS = 0x1000  # tags of one channel: one for frames, the others for what fol
 WHOLE_BYTES = 64 * 1024
 
 MAGIC = 0x50454E53  # "PENS"
-DATA = 1  # of the layout with that checksum, mostly the predicted one: its bytes are in this frame and with it
+# Data of the layout with that checksum, mostly the predicted one: its bytes are in this frame and with it.
+DATA = 1
 CHANGED = 2  # looks different: a layout and all bytes follow in one message
 FAILURE = 3  # there is no value: the reason follows, as plain values
 
@@ -48,7 +49,7 @@ assert HEADER.size == HEADER_BYTES
 class Header(NamedTuple):
     magic: int
     kind: int
-    checksum: int  # of the layout
+    checksum: int  # The checksum of the layout.
     follows: int  # bytes of the next message that belongs to this one
     step: int
     ordinal: int
@@ -60,18 +61,18 @@ class Header(NamedTuple):
 
 
 def read_header(raw: bytes) -> Header:
-    """The fields of a frame's first bytes."""
+    """Read the fields of a frame's first bytes."""
     return Header._make(HEADER.unpack(raw))
 
 
 def blank_header() -> tuple[Tensor, Any]:
-    """A frame of a header only, and the buffer to write it by."""
+    """Make a frame of a header only, and the buffer to write it by."""
     frame = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu")
     return frame, (ctypes.c_char * HEADER_BYTES).from_address(frame.data_ptr())
 
 
 def describe(header: Header) -> str:
-    """A header in words, for an error."""
+    """Describe a header, for an error."""
     if header.magic != MAGIC:
         return f"something that is no message of Penstock (it begins with {header.magic:#010x})"
     channel = Channel(header.source_stage, header.target_stage, "F" if header.direction == ord("F") else "B", -1, -1)
@@ -129,7 +130,7 @@ class Following(NamedTuple):
 
 
 def is_header_only(layout: Layout | None) -> bool:
-    """Whether all that such a message sends by gloo is a header."""
+    """Return whether all that such a message sends by gloo is a header."""
     return layout is None or (layout.frame_bytes == HEADER_BYTES and not layout.directs)
 
 
@@ -143,11 +144,11 @@ class ExpectedLayouts:
     def __init__(self, channel: Channel, tag: int) -> None:
         self.tag = tag
         self.identity = (ord(channel.direction), channel.source_stage, channel.target_stage)
-        self.layouts: dict[int, Layout] = {}  # of message number k, until it looks different
+        self.layouts: dict[int, Layout] = {}  # The layout of message number k, until it looks different.
         self.known: dict[int, Layout] = {}
 
     def knows(self, layout: Layout) -> bool:
-        """Whether this layout was introduced, and is remembered."""
+        """Return whether this layout was introduced, and is remembered."""
         known = self.known.get(layout.checksum)
         return known is not None and known.text == layout.text
 
@@ -160,5 +161,5 @@ class ExpectedLayouts:
         self.known[layout.checksum] = layout
 
     def following_tag(self, ordinal: int) -> int:
-        """What follows a frame has a tag of its own: later frames may be posted on the channel's tag already."""
+        """Return the tag of what follows a frame: later frames may be posted on the channel's tag already."""
         return self.tag + 1 + ordinal % (SUBTAGS - 1)

@@ -85,7 +85,7 @@ class DistributedOutgoing(Outgoing):
         self.count += 1
 
     def _send(self, microbatch: int, value: Any) -> None:
-        """As predicted where the value looks so, in full where it does not."""
+        """Send a value as predicted where it looks so, in full where it does not."""
         if self._transfers.watch.verdict is not None:
             raise after_loss(self._transfers.watch.verdict)
         self._transfers.give_way()
@@ -97,9 +97,10 @@ class DistributedOutgoing(Outgoing):
             self._send_frame(microbatch, layout, leaves)
 
     def _send_frame(self, microbatch: int, layout: Layout, leaves: Sequence[Any]) -> None:
-        """A message that needs no more words than its frame has."""
+        """Send a message that needs no more words than its frame has."""
         expected, connection, channel, transfers = self._expected, self._connection, self.channel, self._transfers
-        payload = layout.pack_on_device(leaves) if layout.device_bytes else None  # before anything is announced
+        # This comes before anything is announced.
+        payload = layout.pack_on_device(leaves) if layout.device_bytes else None
         frame = layout.take_frame()
         directs = layout.pack(leaves, frame)
         self._write_header(frame.header, DATA, microbatch, layout.checksum, 0)
@@ -116,7 +117,7 @@ class DistributedOutgoing(Outgoing):
         self._sent(UnderWay(microbatch, work, layout, frame, earlier, watched), payload)
 
     def _send_last(self, microbatch: int, frame: Tensor, layout: Layout | None, earlier: list[Transfer]) -> Any:
-        """The frame, after the tensors that travel by themselves, and its end where the receiver waits for that."""
+        """Send the frame, after the tensors that travel by themselves, and its end if the receiver waits for it."""
         send, to, tag, channel = self._transfers.send, self._connection, self._expected.tag, self.channel
         work = send(frame, to, tag, channel, microbatch)
         if layout is not None and layout.frame_bytes > WHOLE_BYTES:
@@ -128,7 +129,7 @@ class DistributedOutgoing(Outgoing):
         before = self._expected.layouts.get(self.count - 1)
         leaves = None if before is None else before.fits(value)
         if before is not None and leaves is not None:
-            layout = before  # as in a first step, where all microbatches look alike
+            layout = before  # In a first step all microbatches look alike.
         else:
             taken = flatten(value)
             made, leaves = Layout.of(taken, self._connection.link is not None), taken.items
@@ -162,7 +163,7 @@ class DistributedOutgoing(Outgoing):
     def _send_instead(
         self, microbatch: int, predicted: Layout | None, kind: int, body: Tensor, payload: Payload | None = None
     ) -> None:
-        """Next to nothing for each large tensor, a header where a frame was predicted, then the body and its end."""
+        """Send next to nothing for each large tensor, a header for a predicted frame, then the body and its end."""
         transfers, channel, connection = self._transfers, self.channel, self._connection
         frame, header = blank_header()
         self._write_header(header, kind, microbatch, 0, body.numel())
@@ -236,7 +237,7 @@ class DistributedOutgoing(Outgoing):
         return rewritten
 
     def end_step(self) -> None:
-        """What a failed step left under way is nobody's any more, and may be written to."""
+        """Release what a failed step left under way: it may be written to."""
         super().end_step()
         self._rewritten.clear()
         for place, message in enumerate(self._under_way):

@@ -29,7 +29,8 @@ SLACK_SECONDS = (
     10.0  # gloo's own timeout comes this much later than ours: it is the last resort, where the watch ends nothing
 )
 
-SEND_SLACK_SECONDS = 4.0  # for a message that its receiver takes soon: nothing but this ends such a wait
+# For a message that its receiver takes soon: nothing but this ends such a wait.
+SEND_SLACK_SECONDS = 4.0
 
 
 class PeerConnection(NamedTuple):
@@ -50,23 +51,24 @@ class BackendTransfers:
 
     def __init__(self, rank: int, backend: Any, watch: Watch, timeout: float) -> None:
         self.rank = rank
-        self.exchanges = 0  # so far: with each, a step of the transport ends
+        self.exchanges = 0  # Counts exchanges: with each, a step of the transport ends.
         self.backend = backend
         self.watch = watch
         self._now = watch.clock.now
         self.timeout = timeout
-        self.give_way: Callable[[], object] = lambda: None  # to gloo's threads, where they are held back
+        # Gives way to gloo's threads, where they are held back.
+        self.give_way: Callable[[], object] = lambda: None
         self._short = timedelta(seconds=timeout + SEND_SLACK_SECONDS)
         # As long as other ranks go on. That of devices' backends too: their own watchdog ends the process.
         self.longest = timedelta(seconds=timeout + SLACK_SECONDS + LONGEST_SECONDS)
 
     def check_not_broken(self) -> None:
-        """A broken group must not train on."""
+        """Raise if the group is broken: it must not train on."""
         if self.watch.verdict is not None:
             raise after_loss(self.watch.verdict)
 
     def connection(self, peer: int) -> PeerConnection:
-        """The connection to a rank that the process group has."""
+        """Return the connection to a rank that the process group has."""
         return PeerConnection(peer, self.backend, peer)
 
     @contextmanager
@@ -121,7 +123,7 @@ class BackendTransfers:
             watch.waiting = None
 
     def is_taken_soon(self, is_known: bool) -> bool:
-        """Whether the receiver of a message takes it within the timeout: unless it compiles before.
+        """Return whether the receiver of a message takes it within the timeout: unless it compiles before.
 
         It does so for what it has not seen before. (That dynamo is loaded means little: every optimizer loads it.)
         """
@@ -135,7 +137,7 @@ class BackendTransfers:
         return Waiting(peer, channel, microbatch, self._now(), self.watch.own.reason if channel is None else "")
 
     def _lose(self, error: RuntimeError, waiting: Waiting, cause: str = CONNECTION_CLOSED) -> NoReturn:
-        """The group's verdict on a failed operation."""
+        """Raise the group's verdict on a failed operation."""
         self.watch.waiting = None
         if timed_out(error):
             cause = f"silent for {self.timeout:g} s"
@@ -143,10 +145,10 @@ class BackendTransfers:
 
 
 def timed_out(error: RuntimeError) -> bool:
-    """Whether gloo has given up a wait, and no connection was closed."""
+    """Return whether gloo has given up a wait, and no connection was closed."""
     return "Timed out waiting" in str(error)
 
 
 def first_line(error: RuntimeError) -> str:
-    """The first line of an error's text."""
+    """Return the first line of an error's text."""
     return str(error).partition("\n")[0]

@@ -56,9 +56,10 @@ from penstock.runtime.transport.handover import Rewritten
 from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.layout.layout import Book
 
-CHANNELS = 0x1FFF  # at most, in one program
+CHANNELS = 0x1FFF  # The most in one program.
 FIRST_TAG = 0x4000_0000  # far from what users choose; then 5 bits of transport, 13 of channel, 12 within the channel
-CONTROL_TAG = CHANNELS * SUBTAGS  # after the last channel: the exchange, and cutting
+# The exchange and cutting use the tags after the last channel's.
+CONTROL_TAG = CHANNELS * SUBTAGS
 
 _PROBE = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
@@ -161,13 +162,13 @@ class DistributedTransport(Transport):
             raise UsageError(f"{len(checked)} channels; one program may have {CHANNELS}")
         if checked not in self._opened:
             if self._next_channel + len(checked) > CHANNELS:
-                self._next_channel = 0  # of so many programs, the first are long past
+                self._next_channel = 0  # Wraps around: after so many programs, the first are long past.
             self._opened[checked] = self._make_ends(checked, self._tag + self._next_channel * SUBTAGS)
             self._next_channel += len(checked)
         self.ends = self._opened[checked]
 
     def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
-        """The ends of these channels on this rank."""
+        """Make the ends of these channels on this rank."""
         self._links.connect(channels)
         return ChannelEnds.of(
             channels, self.rank, partial(self._make_incoming, tag), partial(self._make_outgoing, tag, self._max_sends)
@@ -182,7 +183,7 @@ class DistributedTransport(Transport):
         return DistributedOutgoing(channel, place, self._transfers, connection, self._book, max_sends)
 
     def _make_bell(self) -> Bell | None:
-        """What wakes the watches of other ranks, where something can."""
+        """Make what wakes the watches of other ranks, where something can."""
         return None
 
     def describe_link(self, source: int, target: int) -> str:
@@ -222,7 +223,7 @@ class DistributedTransport(Transport):
         return partial(self._collect_posted, posted)
 
     def _collect_posted(self, posted: Posted) -> list[Any]:
-        """What all ranks have said, or the error that this was; once that is known, the same whenever it is asked."""
+        """Return what all ranks reported, or raise the error that this was; once known, always the same."""
         if posted.errors:
             raise posted.errors[0]
         self.watch.own.collects = posted.step if posted.entry.call == self.call else None
@@ -233,7 +234,7 @@ class DistributedTransport(Transport):
             raise
         finally:
             self.watch.own.collects = None
-            if posted is self._uncollected and (posted.found or posted.errors):  # else Ctrl-C has ended the wait
+            if posted is self._uncollected and (posted.found or posted.errors):  # Otherwise Ctrl-C has ended the wait.
                 self._uncollected = None
 
     def known_answers(self) -> list[Any] | None:
@@ -241,7 +242,8 @@ class DistributedTransport(Transport):
         if posted is None or self.broken is not None:
             return None
         found = None
-        with suppress(MessageError, PeerFailure), self._leaving_no_disorder():  # whoever collects finds it broken
+        # Whoever collects finds it broken.
+        with suppress(MessageError, PeerFailure), self._leaving_no_disorder():
             found = self._exchanger.known(posted)
         return None if found is None else found.values
 
@@ -252,7 +254,7 @@ class DistributedTransport(Transport):
             raise after_loss(self.watch.verdict)
 
     def _collect(self, posted: Posted) -> Exchanged:
-        """What all ranks have said, unless their messages were not those of one program."""
+        """Return what all ranks reported, unless their messages were not those of one program."""
         with self._leaving_no_disorder():
             answers = self._exchanger.collect(posted)
             apart = different_calls(answers.calls) if answers.fault is not None else None
@@ -265,7 +267,7 @@ class DistributedTransport(Transport):
 
     @contextmanager
     def _leaving_no_disorder(self) -> Iterator[None]:
-        """Where messages are not those of one program, all ranks give up."""
+        """Make all ranks give up where messages are not those of one program."""
         try:
             yield
         except MessageError as error:
@@ -287,11 +289,11 @@ class DistributedTransport(Transport):
         return answers.values
 
     def name_axes(self, **axes: int) -> None:
-        """Which of several pipelines this is: failures here are named with `replica` and `shard`."""
+        """Name which of several pipelines this is: failures here are named with `replica` and `shard`."""
         self.watch.axes = axes
 
     def name_far_host(self, failure: PeerFailure) -> None:
-        """What to say where the store is gone, which another group's process had."""
+        """Set the failure to raise where the store is gone, which another group's process had."""
         if 0 not in dist.get_process_group_ranks(self._group) and not has_agent():
             self.watch.store_host.far = failure
 
@@ -306,7 +308,7 @@ class DistributedTransport(Transport):
 
     @contextmanager
     def in_other_group(self, leave: Callable[[PeerFailure], None]) -> Iterator[None]:
-        """Inside, this rank may wait for ranks of another group; `leave` ends that, if this group is lost meanwhile."""
+        """Surround waits for ranks of another group; `leave` ends them, if this group is lost meanwhile."""
         before, self.watch.leave_other_group = self.watch.leave_other_group, leave
         try:
             if self.watch.verdict is not None:
@@ -316,7 +318,7 @@ class DistributedTransport(Transport):
             self.watch.leave_other_group = before
 
     def reset(self) -> None:
-        """Nothing to forget after a drained step; a lost peer cannot be forgotten: the group must be rebuilt then.
+        """Do nothing after a drained step; a lost peer cannot be forgotten: the group must be rebuilt then.
 
         The predictions stay: they hold as long as both ends keep them.
         """
@@ -336,7 +338,7 @@ class DistributedTransport(Transport):
 def _traffic(
     transport: weakref.ref[DistributedTransport], waiting: Waiting | None
 ) -> tuple[dict[int, int], tuple[int, int] | None]:
-    """How many messages of each channel a rank has sent in this step; and which one it waits for."""
+    """Return how many messages of each channel a rank has sent in this step; and which one it waits for."""
     found = transport()
     if found is None:
         return {}, None
@@ -345,7 +347,7 @@ def _traffic(
 
 
 def _is_closed(backend: Any, tag: int, peer: int) -> bool:
-    """Whether the connection to a rank is: gloo refuses a send there. One that is not refused, nobody receives."""
+    """Return whether the connection to a rank is closed: gloo then refuses a send, and nobody receives one."""
     try:
         backend.send([_PROBE], peer, tag)
     except RuntimeError:
@@ -354,7 +356,7 @@ def _is_closed(backend: Any, tag: int, peer: int) -> bool:
 
 
 def _close_connections(backend: Any, seconds: Mapping[int, PeerConnection], tag: int, peer: int) -> None:
-    """A receive that times out closes all connections of this rank, and so frees its main thread."""
+    """Close all connections of this rank by a receive that times out, and so free its main thread."""
     for each in (PeerConnection(peer, backend, peer), *list(seconds.values())):
         with suppress(RuntimeError):
             each.backend.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], each.number, tag + 1).wait(

@@ -22,10 +22,12 @@ from penstock.runtime.transport.failure.notes import Alarm
 from penstock.runtime.transport.failure.peer_failures import with_report
 from penstock.runtime.transport.failure.silence import Overdue
 
-STATE_SECONDS = 2.0  # for ranks to say for whom they wait: some beats
-ANSWER_LOOKS = 40  # for the answers of others, at least: a busy machine has fewer in the same time
-NEAR_RANKS = 16  # so many may ask the store every few milliseconds
-MOST_SECONDS = 10.0  # for what takes a busy machine longer
+# Ranks have so long to state for whom they wait: some beats.
+STATE_SECONDS = 2.0
+# Looks for the answers of others, at least: a busy machine has fewer in the same time.
+ANSWER_LOOKS = 40
+NEAR_RANKS = 16  # So many may ask the store every few milliseconds.
+MOST_SECONDS = 10.0  # What takes a busy machine longer has so long.
 
 
 class Arbitration:
@@ -41,7 +43,9 @@ class Arbitration:
         self._clock = clock
 
     def verdict(self, alarm: Alarm, own: State) -> PeerFailure | None:
-        """Say what this rank does; then hear the others and judge, or hear the judgement. None: it was called off."""
+        """Report what this rank does; then collect what others do and judge, or wait for the judgement. None: it was
+        called off.
+        """
         self._bulletin.tell_state(own)
         states: dict[int, State] = {}
         missed = {alarm.failure.rank} if alarm.failure is not None and not alarm.heard else set()  # the dead
@@ -74,11 +78,11 @@ class Arbitration:
         return self._bulletin.pronounce(with_report(failure, doing))
 
     def _hear(self, states: Mapping[int, State]) -> dict[int, State]:
-        """What ranks do that had not said it before."""
+        """Collect what ranks do that had not reported it before."""
         return self._bulletin.states(rank for rank in range(self._ranks) if rank not in states)
 
     def _is_called_off(self) -> bool:
-        """Whether the alarm was; a rank that is in a chain of waits in which somebody moves on waits on."""
+        """Return whether the alarm was called off; a rank in a chain of waits in which somebody moves on waits on."""
         reasons = self._bulletin.called_off()
         if reasons is None:
             return False
@@ -88,8 +92,8 @@ class Arbitration:
         return True
 
     def _is_patient(self, begin: float, looks: int, is_judge: bool) -> bool:
-        """Whether to wait on for ranks to answer: on a busy machine, where looks take long, for longer."""
+        """Return whether to wait on for ranks to answer: on a busy machine, where looks take long, for longer."""
         seconds = self._clock.now() - begin
-        if not is_judge:  # which needs some time itself
+        if not is_judge:  # A judge needs some time itself.
             return seconds < 2 * min(STATE_SECONDS, self._timeout) + self._beat
         return seconds < min(STATE_SECONDS, self._timeout) or (looks < ANSWER_LOOKS and seconds < MOST_SECONDS)

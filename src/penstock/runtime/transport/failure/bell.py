@@ -18,7 +18,7 @@ from time import monotonic
 from penstock.messages.secret import CODE_BYTES, code_of, is_ours
 from penstock.runtime.transport.own_socket import OwnSocket, path_of
 
-MOST_DATAGRAMS = 1000  # that are taken for old at once
+MOST_DATAGRAMS = 1000  # So many are taken for old at once.
 _KEY = b"the bell"
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
@@ -27,7 +27,7 @@ class Bell:
     """As a `threading.Event` to the watch of this rank; `call` rings those of others."""
 
     def __init__(self) -> None:
-        self.others: Callable[[], Iterable[str]] = tuple  # their addresses
+        self.others: Callable[[], Iterable[str]] = tuple  # Their addresses.
         self._user = os.getuid()
         self._socket = OwnSocket(socket.SOCK_DGRAM)
         self.address = self._socket.address
@@ -35,13 +35,13 @@ class Bell:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
     def wait(self, seconds: float) -> bool:
-        """Whether it rang in that time."""
+        """Return whether it rang in that time."""
         deadline = monotonic() + seconds
         try:
             while select.select([self._socket], [], [], max(0.0, deadline - monotonic()))[0]:
                 if self._heard():
                     return True
-                if monotonic() > deadline:  # whoever floods it does not keep the watch from looking
+                if monotonic() > deadline:  # Whoever floods it does not keep the watch from looking.
                     break
         except (OSError, ValueError):  # closed: the watch is to end
             return True
@@ -58,7 +58,7 @@ class Bell:
         return users == [self._user] and is_ours(self.address.encode(), code, _KEY)
 
     def clear(self) -> None:
-        """What has rung so far is old."""
+        """Take what has rung so far for old."""
         with suppress(OSError):
             for _ in range(MOST_DATAGRAMS):
                 self._socket.recv(CODE_BYTES + 1)

@@ -22,10 +22,11 @@ class Waiting(NamedTuple):
     edge: Channel | None  # None: an exchange, or a connection that is being made
     microbatch: int
     since: float
-    reason: str = "in the exchange that ends the step"  # where there is no channel: in or for what it waits
+    # Where there is no channel, this states in or for what it waits.
+    reason: str = "in the exchange that ends the step"
 
     def blame(self, rank: int, cause: str) -> PeerFailure:
-        """The failure of the awaited peer, as seen from `rank`."""
+        """Return the failure of the awaited peer, as seen from `rank`."""
         if self.edge is None:
             return PeerFailure(self.peer, f"{cause} while rank {rank} waited {self.reason}")
         if self.edge.source_rank == self.peer:
@@ -64,7 +65,7 @@ class Excused(NamedTuple):
 def judge(
     accuser: int, accusation: Waiting, states: Mapping[int, State], timeout: float, beat: float = 0.0
 ) -> PeerFailure | Excused:
-    """The end of the chain of waits that begins at the accuser; or who makes another call than the others.
+    """Find the end of the chain of waits that begins at the accuser; or who makes another call than the others.
 
     In a deep pipeline a wait may well be longer than the timeout. So whoever is in the chain and moves on excuses all;
     it is blamed only once everybody in it has stood still for the timeout, as far as two beats can tell.
@@ -94,7 +95,8 @@ def judge(
 
 
 def excused(states: Mapping[int, State], timeout: float, beat: float = 0.0) -> dict[int, float]:
-    """Of the ranks that wait, those that have a reason to: how many seconds ago somebody in their chain moved on.
+    """Return, of the ranks that wait, those that have a reason to: how many seconds ago somebody in their chain moved
+    on.
 
     A chain in which nobody has is left out, whatever goes on in others: its ranks may raise an alarm of their own.
     """
@@ -106,7 +108,7 @@ def excused(states: Mapping[int, State], timeout: float, beat: float = 0.0) -> d
 
 
 def _chain(rank: int, waits: Mapping[int, Waiting | None]) -> list[int]:
-    """Whom a rank waits for, whom that one waits for, and so on: to one that does not, or that was there before."""
+    """Follow the chain of waits from a rank: to one that waits for nobody, or that was in it before."""
     path, seen = [rank], {rank}
     while (waiting := waits.get(path[-1])) is not None:
         path.append(waiting.peer)
@@ -117,18 +119,18 @@ def _chain(rank: int, waits: Mapping[int, Waiting | None]) -> list[int]:
 
 
 def _seconds_unchanged(path: Sequence[int], states: Mapping[int, State]) -> float:
-    """How many seconds ago somebody moved on of those that the first rank of a chain waits for."""
+    """Return how many seconds ago somebody moved on of those that the first rank of a chain waits for."""
     return min((states[rank].seconds_unchanged for rank in path[1:] if rank in states), default=math.inf)
 
 
 def _lost_message(
     waiting: Waiting | None, waiter: State | None, awaited: State | None, timeout: float
 ) -> PeerFailure | None:
-    """A message that the one has sent and the other still waits for, whatever its sender waits for now."""
+    """Find a message that the one has sent and the other still waits for, whatever its sender waits for now."""
     if waiting is None or waiting.edge is None or waiter is None or awaited is None or waiter.awaits is None:
         return None
     if waiter.step != awaited.step:
-        return None  # they count the messages of different steps
+        return None  # Their counts are of the messages of different steps.
     number, ordinal = waiter.awaits
     if waiting.edge.source_rank != waiting.peer or awaited.sent.get(number, 0) <= ordinal:
         return None
@@ -136,7 +138,7 @@ def _lost_message(
 
 
 def different_calls(calls: Sequence[str] | Mapping[int, str]) -> PeerFailure | None:
-    """The rank that is in another call than most; where none is in the minority, the first that is not in rank 0's."""
+    """Find the rank that is in another call than most; without a minority, the first that is not in rank 0's."""
     by_rank = calls if isinstance(calls, Mapping) else dict(enumerate(calls))
     if len(set(by_rank.values())) < 2:
         return None
@@ -154,7 +156,7 @@ def different_calls(calls: Sequence[str] | Mapping[int, str]) -> PeerFailure | N
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words."""
+    """List ranks in words."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

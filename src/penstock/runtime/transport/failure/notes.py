@@ -17,7 +17,7 @@ from penstock.runtime.transport.failure.blame import Waiting
 from penstock.schedule import Action
 
 KEY = b"the store: "
-NOTE_CHARACTERS = 1024 * 1024  # at most; texts in it are cut short
+NOTE_CHARACTERS = 1024 * 1024  # Longer texts are cut short.
 PARTS: dict[str, tuple[Any, ...]] = {  # what is in each kind of note, part by part
     "verdict": (PeerFailure,),
     "news": (PeerFailure,),
@@ -54,12 +54,12 @@ class Alarm(NamedTuple):
 
 
 def write(name: str, *parts: Any) -> str:
-    """The text of the note that the store keeps under this name."""
+    """Write the text of the note that the store keeps under this name."""
     return base64.b64encode(signed(plain.dumps(parts), KEY + name.encode())).decode()
 
 
 def read(kind: str, name: str, text: bytes) -> tuple[Any, ...]:
-    """The parts of a note that a rank of this run wrote under this name; `Tampered` where none did."""
+    """Read the parts of a note that a rank of this run wrote under this name; raise `Tampered` where none did."""
     if len(text) > NOTE_CHARACTERS:
         raise Tampered(kind)
     try:

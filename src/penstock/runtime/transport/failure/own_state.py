@@ -19,8 +19,9 @@ Traffic = Callable[[Waiting | None], tuple[dict[int, int], tuple[int, int] | Non
 class OwnState:
     """What one rank does, as its transport can tell it. `step` counts the exchanges of the group."""
 
-    collects: int | None = None  # which exchange, if this rank waits for the answers of one that its call has posted
-    connects: str = ""  # for what it waits, while it makes a connection
+    # Number of the exchange, if this rank waits for the answers of one that its call has posted.
+    collects: int | None = None
+    connects: str = ""  # What it waits for while it makes a connection.
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.step = 0
@@ -29,8 +30,8 @@ class OwnState:
         self.call: Callable[[], str] = lambda: ""  # what the user has called, where all ranks must call the same
         self.traffic: Traffic = lambda waiting: ({}, None)
         self._now = now
-        self._seen: tuple[int, str, Waiting | None] | None = None  # at the last look
-        self._since = now()  # when it was first seen so
+        self._seen: tuple[int, str, Waiting | None] | None = None  # What the last look saw.
+        self._since = now()  # Time at which it was first seen so.
 
     @property
     def call_step(self) -> int:
@@ -47,7 +48,7 @@ class OwnState:
 
     @contextmanager
     def connecting(self, what: str) -> Iterator[None]:
-        """A context in which this rank waits for a connection, and not in an exchange."""
+        """Surround a wait for a connection, which is not one in an exchange."""
         before, self.connects = self.connects, what
         try:
             yield
@@ -55,20 +56,20 @@ class OwnState:
             self.connects = before
 
     def look(self, waiting: Waiting | None) -> None:
-        """At every beat: note whether this rank has moved on."""
+        """Note at every beat whether this rank has moved on."""
         found = self.step, self.doing(), waiting
         if found != self._seen:
             self._seen, self._since = found, self._now()
 
     def state(self, waiting: Waiting | None) -> State:
-        """All of it, for other ranks."""
+        """Return all of it, for other ranks."""
         doing = self.doing() + ("" if waiting is None else f", waiting for rank {waiting.peer}")
         unchanged = self._now() - self._since
         return State(waiting, doing, self.where(), self.call_step, self.call(), unchanged, *self.traffic(waiting))
 
 
 def held_weakly(call: Callable[[], Said], otherwise: Said) -> Callable[[], Said]:
-    """A method that does not keep its object alive; once that is gone, the answer is `otherwise`.
+    """Wrap a method so that it does not keep its object alive; once that is gone, the answer is `otherwise`.
 
     The thread of a watch is alive as long as its transport. If it held the rank that it asks, a pipeline that is
     dropped without `close()` would never be freed.

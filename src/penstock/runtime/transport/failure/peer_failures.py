@@ -15,7 +15,7 @@ STORE_GONE = "died or left (the store that it hosts is gone)"
 
 
 def after_loss(loss: PeerFailure) -> PeerFailure:
-    """The same loss, as the answer to a later call."""
+    """Make the same loss, as the answer to a later call."""
     later = copy(loss)
     if REBUILD not in loss.cause:
         later.cause = f"{loss.cause}; {REBUILD}"
@@ -23,7 +23,7 @@ def after_loss(loss: PeerFailure) -> PeerFailure:
 
 
 def failure_from(text: bytes, peer: int) -> PeerFailure:
-    """The failure that a peer sent in the place of a message."""
+    """Make the failure that a peer sent in the place of a message."""
     try:
         failure = plain.loads(text)
     except plain.NotPlainError as error:
@@ -34,12 +34,12 @@ def failure_from(text: bytes, peer: int) -> PeerFailure:
 
 
 def stopped_by_force(rank: int) -> PeerFailure:
-    """The loss of a group in which Ctrl-C has ended a step while its messages were under way."""
+    """Make the loss of a group in which Ctrl-C has ended a step while its messages were under way."""
     return PeerFailure(rank, f"KeyboardInterrupt: Ctrl-C, again, ended a step in the middle of a message; {REBUILD}")
 
 
 def whole_again(error: BaseException) -> BaseException:
-    """The same error without the advice to rebuild the group, where that is not needed."""
+    """Return the same error without the advice to rebuild the group, where that is not needed."""
     if not isinstance(error, PeerFailure) or REBUILD not in error.cause:
         return error
     named = copy(error)
@@ -49,7 +49,7 @@ def whole_again(error: BaseException) -> BaseException:
 
 
 def located(failure: PeerFailure, action: Action | None) -> PeerFailure:
-    """The same failure at the action that the rank was at, where it could tell: that, not what others awaited of it."""
+    """Return the same failure at the action that the rank was at, where it could report that."""
     if action is None:
         return failure
     named = copy(failure)
@@ -58,7 +58,7 @@ def located(failure: PeerFailure, action: Action | None) -> PeerFailure:
 
 
 def placed(failure: PeerFailure, axes: Mapping[str, int]) -> PeerFailure:
-    """The same failure with its replica and shard, where it has none."""
+    """Return the same failure with its replica and shard, where it has none."""
     named = copy(failure)
     for axis, number in axes.items():
         if getattr(named, axis) is None:
@@ -67,14 +67,14 @@ def placed(failure: PeerFailure, axes: Mapping[str, int]) -> PeerFailure:
 
 
 def with_report(failure: PeerFailure, doing: Sequence[str]) -> PeerFailure:
-    """The same failure with what each rank was doing."""
+    """Return the same failure with what each rank was doing."""
     named = copy(failure)
     named.report = "\n".join(["what each rank was doing:", *(f"  rank {rank}: {it}" for rank, it in enumerate(doing))])
     return named
 
 
 def lost_source(channel: Channel, microbatch: int, cause: str) -> PeerFailure:
-    """The rank that should have sent did not. Below 0, no microbatch was due yet."""
+    """Make the failure of a rank that should have sent and did not. Below 0, no microbatch was due yet."""
     if microbatch < 0:
         cause = f"{cause} while rank {channel.target_rank} made ready for what it would send, the {channel}"
         return PeerFailure(channel.source_rank, cause, stage=channel.source_stage)
@@ -88,7 +88,7 @@ def lost_source(channel: Channel, microbatch: int, cause: str) -> PeerFailure:
 
 
 def lost_target(channel: Channel, microbatch: int, cause: str) -> PeerFailure:
-    """The rank that should have received did not."""
+    """Make the failure of a rank that should have received and did not."""
     return PeerFailure(
         channel.target_rank,
         f"{cause} while rank {channel.source_rank} waited in {channel.send_action(microbatch)}",

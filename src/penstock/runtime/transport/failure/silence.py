@@ -17,9 +17,10 @@ from penstock.runtime.transport.failure.notes import read, write
 
 OTHER_GROUP_SECONDS = 12.0  # more patience where a rank waits for another group, which has less
 STARVED_SHARE = (
-    0.25  # of the beats of a timeout: who had fewer lacks a processor, and so may the peer that it waits for
+    # Share of the beats of a timeout: a rank that had fewer lacks a processor, and so may the peer that it waits for.
+    0.25
 )
-STARVED_TIMEOUTS = 3  # that such a rank waits at most
+STARVED_TIMEOUTS = 3  # Such a rank waits for so many timeouts at most.
 
 
 class Marks:
@@ -47,7 +48,7 @@ class Marks:
         self._seen: dict[str, tuple[int, float]] = {}  # the highest count of each rank, and when it came
 
     def tell(self, has_reason: bool) -> None:
-        """At every beat: whether this rank has the reason."""
+        """Note at every beat whether this rank has the reason."""
         if has_reason or self._has_reason:
             if not self._count:
                 self._ask("set", self._ever, "yes")
@@ -57,7 +58,7 @@ class Marks:
             self._ask("set", self._own, write(self._own, self._count, has_reason))
 
     def anybody(self) -> bool:
-        """Whether some rank here has it, as far as its count moves."""
+        """Return whether some rank here has it, as far as its count moves."""
         now, found = self._now(), False
         if self._nobody == self._bulletin.latest:
             return False
@@ -87,12 +88,13 @@ class Overdue:
     ) -> None:
         self._timeout, self._beat, self._now = timeout, beat, now
         self.in_other_group, self.compiling = make_marks("outside"), make_marks("compiling")
-        self._excused = float("-inf")  # until when some rank compiled, or moved on that this one waits for
-        self._looks = 0  # since the main thread waits as it does now
+        # Time until which some rank compiled, or one that this rank waits for moved on.
+        self._excused = float("-inf")
+        self._looks = 0  # Counted since the main thread waits as it does now.
         self._watched: Waiting | None = None
 
     def __call__(self, waiting: Waiting | None) -> bool:
-        """Whether to raise an alarm that names nobody."""
+        """Return whether to raise an alarm that names nobody."""
         now = self._now()
         self._looks, self._watched = self._looks + 1 if waiting == self._watched else 0, waiting
         if waiting is None or now - waiting.since < self._timeout / 2:
@@ -104,9 +106,9 @@ class Overdue:
         return waited > self._timeout and (not starved or waited > STARVED_TIMEOUTS * self._timeout)
 
     def excuse(self, until: float) -> None:
-        """Waits count from that time on: until then there was a reason to wait."""
+        """Count waits from that time on: until then there was a reason to wait."""
         self._excused = max(self._excused, until)
 
     def waited(self, waiting: Waiting) -> float:
-        """For how many seconds, since there was last a reason to."""
+        """Return for how many seconds it has waited since there was last a reason to."""
         return self._now() - max(waiting.since, self._excused)

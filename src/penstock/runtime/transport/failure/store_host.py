@@ -7,7 +7,7 @@ from copy import copy
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.failure.peer_failures import STORE_GONE
 
-STORE_SECONDS = 3.0  # for the store to answer
+STORE_SECONDS = 3.0  # The store must answer within this time.
 
 
 class StoreHost:
@@ -19,13 +19,13 @@ class StoreHost:
         self.far: PeerFailure | None = None  # what to say of a store that a process of another group has
 
     def gone(self) -> PeerFailure | None:
-        """Who is lost with the store, if it was in another process."""
+        """Return who is lost with the store, if it was in another process."""
         if self.host is None:
             return None if self.far is None else copy(self.far)
         return None if self.is_here else PeerFailure(self.host, STORE_GONE)
 
     def silent(self) -> PeerFailure | None:
-        """Who is silent with the store, if another rank has it."""
+        """Return who is silent with the store, if another rank has it."""
         if self.host is None or self.is_here:
             return None
         return PeerFailure(self.host, f"silent: the store that it hosts has not answered for {STORE_SECONDS:g} s")

@@ -49,9 +49,10 @@ from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, 
 from penstock.runtime.transport.failure.silence import Marks, Overdue
 from penstock.runtime.transport.failure.store_host import STORE_SECONDS, StoreHost
 
-BEAT_SECONDS = 0.5  # between two looks into the store
-DECISION_SECONDS = 6.0  # for the thread to find a verdict: the store's and some beats
-CALL_SECONDS = 1.0  # of waiting, before a rank says in which call it is
+BEAT_SECONDS = 0.5  # Between two looks into the store.
+# The thread must find a verdict within this time: the store's and some beats.
+DECISION_SECONDS = 6.0
+CALL_SECONDS = 1.0  # A rank waits so long before it reports in which call it is.
 SLOW_FACTOR = 4  # a store is silent only where it is so many times slower than it was
 
 
@@ -78,9 +79,11 @@ class Watch:
         self.waiting: Waiting | None = None
         self.own = OwnState(clock.now)
         self.store_host = StoreHost(store_host, rank)
-        self.axes: dict[str, int] = {}  # of this group among others: its replica and shard, for a failure's name
+        # The replica and shard of this group among others, for a failure's name.
+        self.axes: dict[str, int] = {}
         self.leave_other_group: Callable[[PeerFailure], None] | None = None  # ends a wait for ranks of another group
-        self.waits_in_other_group: Callable[[], bool] = lambda: False  # that group ends such a wait by itself
+        # Waits in another group are ended by that group.
+        self.waits_in_other_group: Callable[[], bool] = lambda: False
         self.ended: Callable[[PeerFailure], None] = lambda verdict: None  # told the verdict before anybody leaves
         # What a device waits for, whatever its host does.
         self.device_waiting: Callable[[], Waiting | None] = lambda: None
@@ -99,16 +102,17 @@ class Watch:
         self._announced: PeerFailure | None = None
         self._news_lock = threading.Lock()
         self._proposal: PeerFailure | None = None
-        self._alarmed: PeerFailure | None = None  # whom the store's alarm names, as this rank has read it
+        self._alarmed: PeerFailure | None = None  # The rank that the store's alarm names, as this rank has read it.
         self._decided = clock.event()
         self._probed: tuple[Waiting | None, float] = (None, 0.0)  # a wait of the device, how long it was at a look
         # the thread
         self._stood_still = 0.0  # seconds that this very thread did not run, where they were more than the timeout
-        self._stood_until = -math.inf  # when that was over
+        self._stood_until = -math.inf  # Time at which that was over.
         self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
         self._wake: Event | Bell = bell or clock.event()
         self._stopping = ranks == 1  # nobody to watch
-        self._stop_by = math.inf  # when to leave what the device of a dropped transport still waits for
+        # When to leave what the device of a dropped transport still waits for.
+        self._stop_by = math.inf
         self._thread = clock.worker(self._watch, f"penstock-watch-{rank}")
         if not self._stopping:
             self._thread.start()
@@ -135,14 +139,14 @@ class Watch:
         return self.verdict
 
     def _may_be_decided(self, begin: float) -> bool:
-        """Whether the thread, on a machine that may be busy, is still about to find the verdict."""
+        """Return whether the thread, on a machine that may be busy, is still about to find the verdict."""
         now = self.clock.now()
         asked = None if self._asker is None else self._asker.asked_at
         quick = now - max(begin, asked or begin) < DECISION_SECONDS
         return self._thread.is_alive() and (now - begin < DECISION_SECONDS or (quick and now - begin < MOST_SECONDS))
 
     def without_store(self, error: Exception) -> PeerFailure | RunError:
-        """What it means for the main thread that the store has gone: its host has, where a rank hosts it."""
+        """Return what it means for the main thread that the store has gone: its host has, where a rank hosts it."""
         if self.verdict is None:
             lost = self.store_host.gone()
             if lost is None:
@@ -152,7 +156,7 @@ class Watch:
         return after_loss(self.verdict)
 
     def find_culprit(self, peer: int) -> PeerFailure | None:
-        """A wait for this peer has failed, and it may not be to blame: have all ranks say for whom they wait."""
+        """Make all ranks report for whom they wait: a wait for this peer has failed, and it may not be to blame."""
         self.waiting = Waiting(peer, None, -1, 0.0)  # overdue
         self._wake.set()
         self._decided.wait(2 * DECISION_SECONDS)
@@ -195,13 +199,13 @@ class Watch:
         try:
             self._run()
         finally:
-            if self._stopping:  # else the main thread uses it
+            if self._stopping:  # Otherwise the main thread uses it.
                 self.free_device()
             if self._asker is not None:
                 self._asker.stop()
 
     def _run(self) -> None:
-        gone: float | None = None  # since when there is no store
+        gone: float | None = None  # Time since which there is no store.
         while self.verdict is None:
             begin = self.clock.now()
             self._wake.wait(self._beat)
@@ -223,12 +227,13 @@ class Watch:
                         f"the store of the process group holds a {error} {STRANGER}",
                     )
                     with suppress(Exception):
-                        self._bulletin.tell_of_note()  # who wrote it did not: the others would not look
+                        # Whoever wrote it did not announce it: the others would not look.
+                        self._bulletin.tell_of_note()
                 except Exception:
                     gone = self.clock.now()
             if gone is not None:
                 verdict = self._after_store(gone)
-                if verdict is not None:  # of a rank that has left because this one stood still
+                if verdict is not None:  # The verdict is of a rank that has left because this one stood still.
                     verdict = self._own_stop() or verdict
             if verdict is not None:
                 if gone is None:
@@ -237,7 +242,7 @@ class Watch:
                 self._conclude(verdict)
 
     def _hand_on(self, verdict: PeerFailure) -> None:
-        """Say that this rank has read the verdict; where its process hosts the store, wait until all others have.
+        """Report that this rank has read the verdict; where its process hosts the store, wait until all others have.
 
         It may leave as soon as it knows. The others would then find the store gone, and blame this rank. Those that
         have answered the alarm are alive: on a busy machine they may take longer, and are waited for.
@@ -268,7 +273,7 @@ class Watch:
         self._free()
 
     def _free(self) -> None:
-        """A connection that is closed already closes no other: try each, as long as the main thread waits."""
+        """Try each connection as long as the main thread waits: one that is closed already closes no other."""
         for peer in [rank for rank in range(self._ranks) if rank != self._rank] * 2:
             for _ in range(10):
                 if self.waiting is None or self._stopping:
@@ -277,7 +282,7 @@ class Watch:
             self.close_connections(peer)
 
     def _look(self) -> PeerFailure | None:
-        """One beat: take part in what the store says, and say what this rank has to."""
+        """Run one beat: take part in what the store shows, and report what this rank has to."""
         self.own.look(self.waiting)
         step = self.own.step
         has_notes = self._bulletin.has_changed(step)
@@ -330,7 +335,7 @@ class Watch:
         return waiting.blame(self._rank, CONNECTION_CLOSED) if is_lost else None
 
     def _compare_calls(self, waiting: Waiting | None) -> PeerFailure | None:
-        """Once this rank has waited for a while: who is in another call, if all ranks wait and one is."""
+        """Find who is in another call, once this rank has waited for a while and all ranks wait."""
         patience = min(CALL_SECONDS, self._timeout / 4)
         step, call = self.own.call_step, self.own.call()
         if waiting is None or not call or self.clock.now() - waiting.since < patience:
@@ -375,7 +380,7 @@ class Watch:
         return self._stopping or (silent and (overdue or self._proposal is not None))
 
     def _after_store(self, gone: float) -> PeerFailure | None:
-        """With the store its host is gone. By itself no loss: what is under way at the end of a run may still come.
+        """Judge what a lost store means. By itself no loss: what is under way at the end of a run may still come.
 
         A host that goes after an alarm that names somebody, leaves because of that one.
         """
@@ -388,7 +393,7 @@ class Watch:
         return None if proposal is None and not doomed else lost
 
     def _without_store(self) -> PeerFailure | None:
-        """What this rank makes of a store that does not answer: nothing, if it has only stopped listening to end."""
+        """Judge a store that does not answer: it means nothing, if it has only stopped listening to end."""
         if self._stopping or self._alarmed is not None:
             return self._alarmed
         silent = self.store_host.silent()

@@ -50,7 +50,7 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def allocate(size: int) -> int:
-    """The descriptor of that much anonymous memory, zeroed; an OSError where it is refused."""
+    """Allocate that much anonymous memory, zeroed; return its descriptor or raise an OSError where it is refused."""
     descriptor = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(descriptor, 0, size)
@@ -62,7 +62,7 @@ def allocate(size: int) -> int:
 
 
 def map_memory(descriptor: int) -> memoryview:
-    """All of it; the mapping lives as long as anything that views it.
+    """Map all of it; the mapping lives as long as anything that views it.
 
     By hand, because Python's own mmap keeps a descriptor open for each: a thousand blocks would use up what a
     process may have.
@@ -78,7 +78,7 @@ def map_memory(descriptor: int) -> memoryview:
 
 
 def size_class(nbytes: int) -> int:
-    """Whole pages, and at most an eighth more than needed, so that shapes that differ a little share blocks."""
+    """Return whole pages, and at most an eighth more than needed, so that shapes that differ a little share blocks."""
     grain = max(PAGE, 1 << max(0, nbytes.bit_length() - 4))
     return math.ceil(max(nbytes, 1) / grain) * grain
 
@@ -88,12 +88,12 @@ class OutBlock:
 
     __slots__ = ("_layout", "_tensor", "frame", "number", "size", "step", "words")
 
-    frame: Frame  # to pack a value into
+    frame: Frame  # Values are packed into it.
 
     def __init__(self, number: int, memory: memoryview) -> None:
         self.number = number
         self.size = memory.nbytes
-        self.step = 0  # of the last use
+        self.step = 0  # The step of its last use.
         self.words = memory[:HEADER_BYTES].cast("Q")
         self._tensor = torch.frombuffer(memory, dtype=torch.uint8)
         self._layout: Layout | None = None
@@ -110,7 +110,7 @@ class BlockPool:
     def __init__(self, announce: Callable[[int, int], None], retire: Callable[[int], None]) -> None:
         self.nbytes = 0
         self.refused: OSError | None = None  # no more memory is to be had
-        self.warned = False  # and the user knows
+        self.warned = False  # Set once the user has been warned.
         self._announce = announce
         self._retire = retire
         self._number = 0
@@ -208,24 +208,24 @@ class InBlock:
         self._lease: _Lease | None = None
 
     def build(self, layout: Layout) -> Any:
-        """The value that lies in the block, in place; the block is given back when the last of its tensors dies."""
+        """Build the value that lies in the block, in place; the block goes back when the last of its tensors dies."""
         lease = self._memory[:]
         self._lease = watch = _Lease(lease, _give_back)
         watch.words, watch.epoch = self._words, EPOCH[0]
         lone = layout.lone
         if lone is None:
             return layout.build(torch.frombuffer(lease, dtype=torch.uint8, count=layout.frame_bytes), (), None)
-        region = layout.regions[0]  # its storage is as large as itself: who looks at that must not see the block
+        region = layout.regions[0]  # Its storage is as large as itself: whoever looks at that must not see the block.
         count = region.nbytes // lone.dtype.itemsize
         tensor = torch.frombuffer(lease, dtype=lone.dtype, count=count, offset=region.offset)
         tensor.as_strided_(lone.shape, lone.stride).requires_grad_(lone.requires_grad)
         return tensor if layout.form is torch.Tensor else layout.form((tensor,))
 
     def drop(self) -> None:
-        """Nobody wants what lies in it."""
+        """Give the block back: nobody wants what lies in it."""
         self._words[0] = FREE
 
 
 def build_plain(layout: Layout) -> Any:
-    """A value without a tensor that has any bytes."""
+    """Build a value without a tensor that has any bytes."""
     return layout.build(torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu"), (), None)

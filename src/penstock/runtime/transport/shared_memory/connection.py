@@ -53,8 +53,8 @@ HEAD = struct.Struct("<IIQQIIII")
 # What its fields are. NUMBER: of the block, or of the text. KEY: the checksum of all channels, and which one of them;
 # of other packets, a size or that checksum.
 KIND, NUMBER, KEY, STEP, ORDINAL, MICROBATCH, LAYOUT_NUMBER, CHECKSUM = range(8)
-TEXT_BYTES = 32 * 1024  # of a text in one packet
-LAYOUTS = 128  # that each end remembers of the other's
+TEXT_BYTES = 32 * 1024  # The most bytes of a text in one packet.
+LAYOUTS = 128  # Each end remembers so many of the other's.
 NO_BLOCK = 0xFFFF_FFFF
 # Most answers come within this; to sleep and be woken costs about as much. Others run meanwhile: each look yields.
 SPIN_SECONDS = 100e-6
@@ -69,7 +69,7 @@ class Gone(Exception):
     """The other end of the socket is closed."""
 
 
-Fields = tuple[int, ...]  # of a head
+Fields = tuple[int, ...]  # The fields of a head.
 Filed = tuple[Fields, Layout | None]
 
 
@@ -79,13 +79,14 @@ class Connection:
     def __init__(self, peer: int, connection: socket.socket, wait_for_room: Callable[[Connection], None]) -> None:
         self.peer = peer
         self.gone = False
-        self.left = False  # it said goodbye
+        self.left = False  # Set once it said goodbye.
         self.pool = BlockPool(self._announce, lambda number: self.say(RETIRED, number))
-        self.queues: dict[int, deque[Filed]] = defaultdict(deque)  # by channel
-        self.posts: dict[int, memoryview] = {}  # by checksum of channels: what the peer has posted
+        self.queues: dict[int, deque[Filed]] = defaultdict(deque)  # Indexed by channel.
+        # By checksum of channels: what the peer has posted.
+        self.posts: dict[int, memoryview] = {}
         self.blocks: dict[int, InBlock] = {}
         self.failures: dict[int, bytes] = {}
-        self.exchanges: deque[tuple[int, bytes]] = deque()  # of exchanges, with their steps
+        self.exchanges: deque[tuple[int, bytes]] = deque()  # Exchanges with their steps.
         self._layouts: dict[int, Layout] = {}  # the peer's
         self._parts: dict[int, list[bytes]] = {}  # texts of which more is to come
         self._book: dict[bytes, tuple[int, Layout]] = {}  # this rank's layouts that the peer knows
@@ -100,7 +101,7 @@ class Connection:
     # -- out
 
     def write(self, packet: bytes) -> None:
-        """One packet; waits where the socket is full."""
+        """Write one packet; wait where the socket is full."""
         while True:
             try:
                 self._socket.send(packet, socket.MSG_DONTWAIT)
@@ -112,7 +113,7 @@ class Connection:
                 raise Gone from error
 
     def say(self, kind: int, number: int = 0, key: int = 0) -> None:
-        """A packet that is not a message of a channel."""
+        """Send a packet that is not a message of a channel."""
         self.write(HEAD.pack(kind, number, key, 0, 0, 0, 0, 0))
 
     def _attach(self, kind: int, number: int, key: int, descriptor: int) -> None:
@@ -131,7 +132,7 @@ class Connection:
         self._attach(BLOCK, number, 0, descriptor)
 
     def share_posts(self, channels_checksum: int, descriptor: int) -> None:
-        """Where this rank counts the receives that it posts on that program's channels from the peer."""
+        """Share where this rank counts the receives that it posts on that program's channels from the peer."""
         self._attach(POSTS, 0, channels_checksum, descriptor)
 
     def _write_text(self, kind: int, text: bytes, step: int = 0) -> int:
@@ -142,7 +143,7 @@ class Connection:
         return self._texts
 
     def introduce(self, layout: Layout) -> tuple[int, Layout]:
-        """The number by which the peer knows this layout, and the object that stands for all equal ones."""
+        """Return the number by which the peer knows this layout, and the object that stands for all equal ones."""
         known = self._book.get(layout.text)
         if known is None:
             if len(self._book) >= LAYOUTS:  # shapes never repeat
@@ -154,11 +155,11 @@ class Connection:
         return known
 
     def write_failure(self, text: bytes) -> int:
-        """The number by which the peer can look up this text."""
+        """Return the number by which the peer can look up this text."""
         return self._write_text(FAILURE_TEXT, text)
 
     def write_exchange(self, step: int, text: bytes) -> None:
-        """What this rank has to say at the end of that step."""
+        """Send what this rank reports at the end of that step."""
         self._write_text(EXCHANGE, text, step)
 
     # -- in
@@ -170,7 +171,8 @@ class Connection:
             count, attached, _, _ = self._socket.recvmsg_into(self._buffers, _FD_SPACE, flags)
         except BlockingIOError:
             return False
-        except ConnectionResetError:  # it left without reading everything; what it sent before is still to be read
+        # It left without reading everything; what it sent before is still to be read.
+        except ConnectionResetError:
             return True
         if count < HEAD.size:
             self.gone = True
@@ -186,7 +188,7 @@ class Connection:
         return True
 
     def _note(self, fields: Fields, tail: bytes, descriptors: list[int]) -> None:
-        kind, number, key = fields[:3]  # of a text, `key` is how long it is
+        kind, number, key = fields[:3]  # The `key` of a text is its length.
         try:
             if kind == BLOCK:
                 self.blocks[number] = InBlock(self._map(descriptors))
@@ -215,7 +217,7 @@ class Connection:
                 self.failures[number] = text
 
     def _map(self, descriptors: list[int]) -> memoryview:
-        """The memory that came with a packet; the sender counts on it, so there is no way on without."""
+        """Map the memory that came with a packet; the sender counts on it, so there is no way on without."""
         try:
             if not descriptors:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # the kernel dropped it
@@ -230,7 +232,7 @@ class Connection:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Say goodbye and go."""
+        """Say goodbye and leave."""
         if self._socket.fileno() >= 0:
             with suppress(OSError):
                 self._socket.send(HEAD.pack(BYE, 0, 0, 0, 0, 0, 0, 0), socket.MSG_DONTWAIT)
@@ -278,7 +280,7 @@ class Connections(dict[int, Connection]):
             watch.waiting = None
 
     def wait_for_room(self, connection: Connection) -> None:
-        """The socket is full, its reader is behind: read meanwhile what others, perhaps waiting alike, have sent."""
+        """Read what others, perhaps waiting alike, have sent, while the socket is full because its reader is behind."""
         watch = self._watch
         watch.waiting = Waiting(connection.peer, *self.busy_with, monotonic(), watch.own.reason)
         try:
@@ -301,7 +303,7 @@ class Connections(dict[int, Connection]):
                     raise copy(self._watch.propose(lost)) from None
 
     def put_exchange(self, peer: int, step: int, body: bytes) -> None:
-        """What this rank has to say at the end of that step."""
+        """Send what this rank reports at the end of that step."""
         self.busy_with = None, -1
         try:
             self[peer].write_exchange(step, body)
@@ -309,24 +311,24 @@ class Connections(dict[int, Connection]):
             self.lose(Waiting(peer, None, -1, monotonic(), self._watch.own.reason))
 
     def has_exchange(self, peer: int, step: int) -> bool:
-        """Whether what the peer has to say at the end of that step is here. Waits for nobody."""
+        """Return whether the peer's report at the end of that step is here. Waits for nobody."""
         connection = self[peer]
         try:
             while not connection.exchanges and connection.read(False):
                 pass
         except Gone:
-            pass  # as whoever waits for it will find out
+            pass  # Whoever waits for it will find out.
         return bool(connection.exchanges) and connection.exchanges[0][0] == step
 
     def get_exchange(self, peer: int) -> tuple[int, bytes]:
-        """The step that the peer ends, and what it has to say."""
+        """Return the step that the peer ends, and its report."""
         exchanges = self[peer].exchanges
         if not exchanges:
             self.wait(self[peer], None, -1, exchanges.__len__)
         return exchanges.popleft()
 
     def lose(self, waiting: Waiting) -> NoReturn:
-        """The group's verdict on a connection that is closed."""
+        """Raise the group's verdict on a connection that is closed."""
         self._watch.waiting = None
         raise copy(self._watch.propose(waiting.blame(self._rank, CONNECTION_CLOSED))) from None
 

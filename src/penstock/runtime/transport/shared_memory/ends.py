@@ -46,7 +46,8 @@ from penstock.runtime.transport.shared_memory.connection import (
     Gone,
 )
 
-RECENT_LAYOUTS = 4  # that a channel tries, after the one of that place in the last step, before it makes a new one
+# A channel tries so many, after the one of that place in the last step, before it makes a new one.
+RECENT_LAYOUTS = 4
 _SENDER_WAITS = 0  # the first word: the sender sleeps until another receive is posted
 
 
@@ -83,7 +84,7 @@ class SharedIncoming(QueuedIncoming[Filed]):
         words[self._place] = self._total
         if words[_SENDER_WAITS]:
             words[_SENDER_WAITS] = 0
-            with suppress(Gone):  # whoever waits for it will see
+            with suppress(Gone):  # Whoever waits for it will see.
                 self._connection.say(WAKE)
         self.posted[microbatch] = None
         self.count += 1
@@ -161,11 +162,12 @@ class SharedOutgoing(Outgoing):
         self._transfers = transfers
         self._key = key
         self._total = 0  # sent so far
-        self._sent_through_distributed = 0  # of this step
+        self._sent_through_distributed = 0  # Counted within a step.
         self._channels_checksum = channels_checksum
         self._place = place
         self._ahead = self._allowed = ahead
-        self._known: dict[int, tuple[int, Layout]] = {}  # by place in the step: what was sent there last
+        # By place in the step: what was sent there last.
+        self._known: dict[int, tuple[int, Layout]] = {}
         self._recent: deque[tuple[int, Layout]] = deque(maxlen=RECENT_LAYOUTS)
         self._connection.kept += [self._known, self._recent]
 
@@ -226,10 +228,10 @@ class SharedOutgoing(Outgoing):
         self._distributed.send(microbatch)
 
     def _may_send(self) -> bool:
-        """Whether the receiver has posted enough; asks for a nudge if not."""
+        """Return whether the receiver has posted enough; ask for a nudge if not."""
         words = self._connection.posts.get(self._channels_checksum)
         if words is None:
-            return False  # it has yet to come
+            return False  # It has yet to come.
         self._allowed = words[self._place] + self._ahead
         if self._total >= self._allowed:
             words[_SENDER_WAITS] = 1
@@ -237,7 +239,7 @@ class SharedOutgoing(Outgoing):
         return self._total < self._allowed
 
     def _match(self, value: Any) -> tuple[int, Layout, Sequence[Any]]:
-        """The layout of the value, known to the peer by a number, and the value's leaves."""
+        """Return the layout of the value, known to the peer by a number, and the value's leaves."""
         known = self._known.get(self.count)
         if known is not None:
             leaves = known[1].fits(value)
@@ -267,10 +269,10 @@ class SharedOutgoing(Outgoing):
 
 
 def share_posts(connection: Connection, channels_checksum: int, count: int) -> memoryview:
-    """Words in which this rank counts its posted receives of a program, for the peer to read."""
+    """Allocate words in which this rank counts its posted receives of a program, for the peer to read."""
     descriptor = allocate(count * 8)
     try:
-        with suppress(Gone):  # it has left; what it sent before is still to be read
+        with suppress(Gone):  # It has left; what it sent before is still to be read.
             connection.share_posts(channels_checksum, descriptor)
         return map_memory(descriptor).cast("Q")
     finally:

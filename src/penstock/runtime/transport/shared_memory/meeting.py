@@ -32,29 +32,30 @@ from penstock.runtime.transport.shared_memory.blocks import allocate
 
 NONCE_BYTES = 32
 HELLO = struct.Struct(f"<I{NONCE_BYTES}s")
-LOOK_SECONDS = 0.02  # between two looks at what others have done
-ANSWER_SECONDS = 20.0  # for a process of the same user that has connected to show its code
+LOOK_SECONDS = 0.02  # Between two looks at what others have done.
+# A process of the same user that has connected must show its code within this time.
+ANSWER_SECONDS = 20.0
 
 
 class Address(NamedTuple):
     """Where a rank is, and how to reach it."""
 
     host: str
-    socket: str  # of the one that it listens on
+    socket: str  # The socket that it listens on.
     bell: str  # the socket of that
     token: str
     device: str
 
     @classmethod
     def read(cls, name: str, text: bytes, rank: int) -> Address:
-        """From the store, where it has this name, and to which anybody who reaches it can write."""
+        """Read it from the store, where it has this name, and to which anybody who reaches it can write."""
         try:
             return cls(*notes.read("place", name, text))
         except notes.Tampered as error:
             raise MessageError(f"under the place of rank {rank}, the store holds something {notes.STRANGER}") from error
 
     def apart(self, other: Address) -> str | None:
-        """Why two ranks cannot share memory, or None."""
+        """Return why two ranks cannot share memory, or None."""
         if self.host != other.host or not self.host:
             return "on different hosts"
         if {self.device, other.device} != {"cpu"}:
@@ -63,7 +64,7 @@ class Address(NamedTuple):
 
 
 def missing_here() -> str | None:
-    """What this machine lacks for shared memory between ranks, or None."""
+    """Return what this machine lacks for shared memory between ranks, or None."""
     if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
         return f"it needs memfd_create, which {sys.platform} does not have"
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -72,7 +73,8 @@ def missing_here() -> str | None:
 
 
 def this_host() -> str:
-    """Equal for processes that can pass descriptors to each other: one kernel, user, network and processes.
+    """Return what is equal for processes that can pass descriptors to each other: one kernel, user, network and
+    processes.
 
     Empty where there is no shared memory to be had at all.
     """
@@ -114,7 +116,7 @@ class Meeting:
         store.set(self._key(f"place/{rank}"), notes.write(self._key(f"place/{rank}"), *self.mine))
 
     def address_of(self, rank: int) -> Address:
-        """Where a rank is; waits until it has said so."""
+        """Return where a rank is; wait until it has reported that."""
         if rank == self._rank:
             return self.mine
         if rank not in self._addresses:
@@ -123,11 +125,11 @@ class Meeting:
         return self._addresses[rank]
 
     def neighbours(self) -> list[str]:
-        """The addresses of the bells of the other ranks on this host, as far as they are known."""
+        """Return the addresses of the bells of the other ranks on this host, as far as they are known."""
         return [address.bell for address in self._addresses.values() if address.host == self.mine.host]
 
     def join(self, peer: int) -> socket.socket | str:
-        """A connection to a near rank, or why there is none. Both ranks call this, and get the same."""
+        """Return a connection to a near rank, or why there is none. Both ranks call this, and get the same."""
         return self._connect(peer) if self._rank > peer else self._accept(peer)
 
     def _connect(self, peer: int) -> socket.socket | str:
@@ -174,7 +176,7 @@ class Meeting:
         connection.send(code_of(b"connects" + mine + theirs, token.encode()))
 
     def _authenticate(self, connection: socket.socket) -> int | None:
-        """The rank at the other end, if it is one of the run."""
+        """Return the rank at the other end, if it is one of the run."""
         token, theirs = self.mine.token.encode(), connection.recv(HELLO.size + 1)
         if len(theirs) != HELLO.size:
             return None
@@ -225,7 +227,7 @@ class Meeting:
         return found
 
     def _peek(self, name: str) -> bytes | None:
-        """What the store has under that name; a store that does not answer is somebody's silence, see `watch`."""
+        """Return what the store has under that name; if it does not answer, somebody is silent, see `watch`."""
         start = time.monotonic()
 
         def hopeless(_: float) -> bool:
@@ -243,7 +245,7 @@ class Meeting:
         return f"{self._prefix}/{name}"
 
     def rest(self) -> None:
-        """All that was wanted has been found, for now: keep no thread."""
+        """Stop the thread: all that was wanted has been found, for now."""
         if self._asker is not None:
             self._asker.close(1.0)
             self._asker = None
@@ -255,6 +257,6 @@ class Meeting:
 
 
 def _user(connection: socket.socket) -> int:
-    """Whose process is at the other end: the kernel says."""
+    """Return whose process is at the other end, as the kernel reports it."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return int(struct.unpack("3i", credentials)[1])

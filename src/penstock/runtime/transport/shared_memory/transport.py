@@ -84,7 +84,7 @@ class SharedMemoryTransport(DistributedTransport):
     # -- connecting to ranks on this host
 
     def _connect(self, channels: tuple[Channel, ...]) -> None:
-        """To every rank on this host that a channel, or the exchange, joins with this one."""
+        """Connect to every rank on this host that a channel, or the exchange, joins with this one."""
         centre = self._exchanger.coordinator  # the exchange goes through it
         ends = [{channel.source_rank, channel.target_rank} for channel in channels]
         mine = {rank for pair in ends if self.rank in pair for rank in pair}
@@ -104,7 +104,7 @@ class SharedMemoryTransport(DistributedTransport):
         self._connect(channels)
         self._links.connect(channels, without=self._connections)
         checksum = channels_checksum(channels)
-        words: dict[int, memoryview] = {}  # by peer
+        words: dict[int, memoryview] = {}  # Indexed by peer.
 
         def incoming(number: int, channel: Channel) -> Incoming:
             end, peer = self._make_incoming(tag, number, channel), channel.source_rank

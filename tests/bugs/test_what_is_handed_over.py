@@ -159,7 +159,7 @@ def forged(trained: Path, folder: Path, key: str, value: Any) -> Path:
         ("model.options.width", 10**6, "model.options.width is 10{6}, not 16"),
         ("model.options.context", 10**9, "model.options.context is 10{9}, not 16"),
         ("model.options.heads", 3, "model.options.width is 16, which 3 heads cannot share evenly"),
-        ("model.options.heads", 10**15, "model.options.width is 16, which 10{15} heads cannot share evenly"),
+        ("model.options.heads", 10**15, "heads is 10{15}; a whole number is at most"),
         ("data.sequence", 10**9, "model.options.context is 10{9}, not 16"),
     ],
 )

@@ -7,6 +7,7 @@ is no failure, and one that loses what was reached is.
 from __future__ import annotations
 
 import pytest
+from tiers import mostly_exhaustive
 
 from penstock.schedule import Costs, build, lower, search_curve, search_report, simulate, stage_costs, verify
 
@@ -16,16 +17,15 @@ LARGE = (16, 64, Costs(11.307, 11.254, 8.101, hop=0.379))  # 14.6B
 Case = tuple[int, int, Costs]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "memory", "effort", "most"),
-    [
-        (SMALL, 5, 400, 0.141),
-        (SMALL, 5.34, 1200, 0.135),
-        (SMALL, 8, 400, 0.064),
-        (LARGE, 9, 60, 0.112),  # of two stages per rank, no V has less than .1297
-    ],
-)
+IDLE = [
+    (SMALL, 5, 400, 0.141),
+    (SMALL, 5.34, 1200, 0.135),
+    (SMALL, 8, 400, 0.064),
+    (LARGE, 9, 60, 0.112),  # of two stages per rank, no V has less than .1297
+]
+
+
+@pytest.mark.parametrize(("case", "memory", "effort", "most"), mostly_exhaustive(IDLE, IDLE[0], IDLE[3]))
 def test_idle_in_little_memory(case: Case, memory: float, effort: int, most: float) -> None:
     ranks, microbatches, costs = case
     found = search_report(ranks, microbatches, costs, memory, effort=effort)

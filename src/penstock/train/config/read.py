@@ -234,19 +234,17 @@ def _range(field: dataclasses.Field[Any]) -> str:
 
 
 def _bounded(value: Any, path: str, field: dataclasses.Field[Any], faults: list[str]) -> Any:
+    least, above, most = (field.metadata[name] for name in ("least", "above", "most"))
     counts = value if isinstance(value, list) else [value]
-    large = [each for each in counts if isinstance(each, int) and abs(each) > (field.metadata["most"] or MOST)]
-    if large:
-        faults.append(
-            f"{path} is {str(large[0])[:40]}; a whole number is at most {int(field.metadata['most'] or MOST):,} there"
-        )
+    large = [each for each in counts if isinstance(each, int) and abs(each) > MOST]
+    if large and most is None:
+        faults.append(f"{path} is {str(large[0])[:40]}; a whole number is at most {MOST:,} there")
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
-        least, above, most = (field.metadata[name] for name in ("least", "above", "most"))
         wrong = (
-            not math.isfinite(value)
+            (most is not None and value > most)
             or (least is not None and value < least)
             or (above is not None and value <= above)
-            or (most is not None and value > most)
+            or not math.isfinite(value)
         )
         if wrong:
             kind = "whole" if str(field.type).startswith("int") else "finite"

@@ -123,7 +123,7 @@ def test_any_layers_and_ranks_give_a_proved_schedule() -> None:
         checked(found, memory)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_figures_of_eight_ranks_and_24_microbatches() -> None:
     """Heavy output layer, slow ranks and a slow link, each in one call."""
     head = [*[1] * 32, 2.4]

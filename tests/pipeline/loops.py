@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.schedule import FAMILIES, Action, Op, Schedule, search
+from penstock.schedule import FAMILIES, Action, Op, Schedule
 
 WIDTH = 6
 STEPS = 5
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 @cache
 def searched(ranks: int) -> Schedule:
-    return search(ranks, 4, **SEARCHED)
+    return penstock.schedule.search(ranks, 4, **SEARCHED)
 
 
 def pipeline(schedule: str, ranks: int = 2, transport: str | None = None, **options: Any) -> penstock.Pipeline:

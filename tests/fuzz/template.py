@@ -184,7 +184,7 @@ def losses_of(model, step, replica=0, microbatches=0, trained=True):
             loss = loss_fn(output, y)  # if: !own !kwargs !exchanged
             loss = loss_at(step)(output, y)  # if: exchanged
             loss = loss_fn(output, y, scales[number])  # if: kwargs
-        yield loss, output.detach(), list(EXTRA)
+        yield loss, output.detach().clone(), list(EXTRA)  # a layer may write to its memory again
 
 
 def add_gradients(roots, model):

@@ -63,6 +63,6 @@ def delay_link(pipe: penstock.Pipeline, source: int, target: int, seconds: float
     mailbox.open()
     for end in mailbox.ends.outgoing.values():
         if end.channel.target_rank == target:
-            at_once = end._send
-            end._send = lambda *message, send=at_once: due.put((time.perf_counter() + seconds, send, message))  # type: ignore[method-assign]
+            at_once = end._put
+            end._put = lambda *message, send=at_once: due.put((time.perf_counter() + seconds, send, message))  # type: ignore[method-assign]
     threading.Thread(target=carry, daemon=True).start()

@@ -25,7 +25,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import PeerFailure
-from penstock.group.world import ON_PROCESSES
+from penstock.parallel.group.world import ON_PROCESSES
 
 RANKS, VICTIM, SECONDS = 4, 2, 5.0
 TRANSPORTS = tuple(ON_PROCESSES)

@@ -40,9 +40,9 @@ from penstock.planner.here import ROUNDS, MeasuredPricing, MeasuredSetting, Time
 from penstock.planner.layout import MeshLayout
 from penstock.planner.plan import config_for
 from penstock.planner.ranking import SearchSpace, candidates
-from penstock.train.config.settings import TrainConfig
-from penstock.train.data.batches import open_data
-from penstock.train.run.allocations import bytes_of, counted_step
+from penstock.tools.train.config.settings import TrainConfig
+from penstock.tools.train.data.batches import open_data
+from penstock.tools.train.run.allocations import bytes_of, counted_step
 
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb", "zb-v")
 COUNTS = (4, 8, 16)  # microbatches

@@ -30,7 +30,7 @@ from report import Column, Goal, at_least_one, bench
 from torch import nn
 
 import penstock
-from penstock.group.world import ON_PROCESSES
+from penstock.parallel.group.world import ON_PROCESSES
 
 RANKS, WIDTH, HEADS = 4, 64, 4
 LIMITS = {"memory MB": 1.1, "shared MB": 1.1, "descriptors": 1.0, "threads": 1.0}  # second half / first half

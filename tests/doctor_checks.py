@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.doctor import checks
-from penstock.doctor.ranks import Place
+from penstock.tools.doctor import checks
+from penstock.tools.doctor.ranks import Place
 
 
 def answer(place: Place, factor: int) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import PeerFailure, PenstockError
-from penstock.rehearsal.faults import PlannedFault
-from penstock.rehearsal.training import Attempt, rehearse_training
 from penstock.schedule import Costs, Schedule, build
+from penstock.tools.rehearsal.faults import PlannedFault
+from penstock.tools.rehearsal.training import Attempt, rehearse_training
 
 STEPS, MICROBATCHES, TIMEOUT = 5, 3, 60.0
 CLIP = 0.4  # bites in some of the steps

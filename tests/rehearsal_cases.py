@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from penstock.errors import MessageError, PeerFailure
-from penstock.rehearsal.faults import PlannedFault
-from penstock.rehearsal.rank import InjectedError
-from penstock.rehearsal.rehearse import Rehearsal, rehearse
 from penstock.schedule import FAMILIES, Action, Costs, Op, Schedule, build, lower, simulate
+from penstock.tools.rehearsal.faults import PlannedFault
+from penstock.tools.rehearsal.rank import InjectedError
+from penstock.tools.rehearsal.rehearse import Rehearsal, rehearse
 
 SENDS = (Op.SEND_F, Op.SEND_B)
 KINDS = ("none", "die", "stop", "stall", "slow", "fail", "lose", "duplicate", "reorder")

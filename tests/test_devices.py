@@ -19,10 +19,13 @@ KINDS = re.compile(r"cuda|nccl|\bxpu\b|\bmps\b|\bnpu\b", re.IGNORECASE)
 EXCUSED = {
     "checkpoint/generators.py": (2, "checkpoints of earlier versions have these states under that name"),
     "devices.py": (2, "mps keeps its one generator in a place of its own"),
-    "doctor/examine.py": (1, "the example in the error"),
-    "doctor/machine.py": (10, "vendors' own tools and versions, for a report"),
-    "gpipe/arguments.py": (2, "a number is a GPU's where torch has no accelerator; and the example in the error"),
-    "gpipe/gpipe.py": (3, "every module has this method"),
+    "tools/doctor/examine.py": (1, "the example in the error"),
+    "tools/doctor/machine.py": (10, "vendors' own tools and versions, for a report"),
+    "compat/gpipe/arguments.py": (
+        2,
+        "a number is a GPU's where torch has no accelerator; and the example in the error",
+    ),
+    "compat/gpipe/gpipe.py": (3, "every module has this method"),
     "model/original/placeholders.py": (1, "an attribute of every tensor"),
     "runtime/transport/distributed/device_link.py": (1, "which backends of torch need the ranks of a communicator"),
     "parallel/axis_link.py": (1, "a word in errors of torch"),

@@ -31,7 +31,7 @@ def loaded_in_turn(*statements: str) -> list[set[str]]:
 
 
 # What loads little comes first: each is asked what is loaded by then.
-IN_TURN = ("import penstock.train.launch.launch", "penstock.Pipeline", "penstock.save")
+IN_TURN = ("import penstock.tools.train.launch.launch", "penstock.Pipeline", "penstock.save")
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_a_pipeline_loads_neither_dtensor_nor_fsdp_before_it_needs_them() -> Non
 def test_a_launcher_loads_no_pipeline_and_no_checkpoint() -> None:
     """It only waits for its ranks, whose server loads them."""
     loaded = loaded_in_turn(*IN_TURN)[0]
-    assert "penstock.train.launch.launch" in loaded
+    assert "penstock.tools.train.launch.launch" in loaded
     assert not {"penstock.pipeline", "penstock.checkpoint.checkpointer", "torch.distributed.tensor"} & loaded
 
 
@@ -127,7 +127,10 @@ def test_a_room_imports_only_rooms_above_it(room: str) -> None:
                     assert room_of(rest) in above, f"{path} imports {imported}"
 
 
-@pytest.mark.parametrize("room", ["model", "parallel", "compat", "gpipe", "optim", "group", "messages", "cli"])
+@pytest.mark.parametrize(
+    "room",
+    ["model", "parallel", "compat", "compat.gpipe", "runtime.optim", "parallel.group", "runtime.messages", "cli"],
+)
 def test_an_import_inside_of_a_function_says_what_it_saves(room: str) -> None:
     """In a comment beside it, or beside or above the first of several."""
     for name, path in modules():

@@ -28,12 +28,13 @@ import penstock.compat
 import penstock.errors
 import penstock.schedule
 from penstock.cli import app
-from penstock.train.config.read import all_keys
+from penstock.tools.train.config.read import all_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPAT = [
     importlib.import_module(module.name)
     for module in pkgutil.iter_modules(penstock.compat.__path__, "penstock.compat.")
+    if module.name != "penstock.compat.gpipe"
 ]
 TORCHGPIPE = [
     importlib.import_module(f"penstock.compat.torchgpipe.{name}") for name in ("balance", "batchnorm", "skip")
@@ -54,14 +55,14 @@ NAMES = sorted(
 )
 HELD = [  # classes that users get from a call and have no name of their own in `penstock`
     "penstock.model.balance.proposal.Proposal",
-    "penstock.parity_check.parity.Parity",
+    "penstock.tools.parity_check.parity.Parity",
     "penstock.planner.ranking.Plan",
     "penstock.pipeline.trained_step.TrainedStep",
     "penstock.planner.ranking.Plans",
-    "penstock.rehearsal.faults.PlannedFault",
-    "penstock.rehearsal.rank.Notice",
-    "penstock.rehearsal.rehearse.Rehearsal",
-    "penstock.rehearsal.training.Attempt",
+    "penstock.tools.rehearsal.faults.PlannedFault",
+    "penstock.tools.rehearsal.rank.Notice",
+    "penstock.tools.rehearsal.rehearse.Rehearsal",
+    "penstock.tools.rehearsal.training.Attempt",
     "penstock.runtime.engine.handlers.Context",
 ]
 

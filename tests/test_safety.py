@@ -18,11 +18,11 @@ ALLOWED = {
     ): "values that the user's own stage passes and that are not plain, from a peer that has proved itself",
     ("tool.py", "importlib.import_module"): "Penstock's own modules, named in its source",
     (
-        "train/config/source.py",
+        "tools/train/config/source.py",
         "importlib.import_module",
     ): "what a configuration names as module:function",
     (
-        "train/run/baseline.py",
+        "tools/train/run/baseline.py",
         "importlib.import_module",
     ): "libraries that Penstock names for a process of its own, to see what they take",
     (

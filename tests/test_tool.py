@@ -121,7 +121,15 @@ def test_every_module_that_the_core_asks_for_by_name_exists() -> None:
     assert [place for place in places if not (place.is_dir() or place.with_suffix(".py").is_file())] == []
 
 
-TESTED = ("schedule/lowering", "schedule/proof", "messages", "group", "runtime/engine", "runtime/backward", "pipeline")
+TESTED = (
+    "schedule/lowering",
+    "schedule/proof",
+    "runtime/messages",
+    "parallel/group",
+    "runtime/engine",
+    "runtime/backward",
+    "pipeline",
+)
 FROM_TOOLS = ("GPipe", "parity", "plan", "rehearse", "schedule.search", "schedule.lower_bound")
 USED = [f"penstock.{name}" for name in (*TOOLS, *FROM_TOOLS)]
 USED += ["lower_bound", "order_microbatches", "from_timeline", "search(", "searched_cut", '"auto"']

@@ -17,11 +17,11 @@ from command import run
 
 from penstock.errors import UsageError
 from penstock.reading import open_plain, read_text
-from penstock.train.config.read import load_config
-from penstock.train.launch.launch import APPEND
-from penstock.train.launch.rank_notes import read_note
-from penstock.train.run.metrics import Metrics, read_metrics
-from penstock.train.run.run_folder import RunFolder, write_json
+from penstock.tools.train.config.read import load_config
+from penstock.tools.train.launch.launch import APPEND
+from penstock.tools.train.launch.rank_notes import read_note
+from penstock.tools.train.run.metrics import Metrics, read_metrics
+from penstock.tools.train.run.run_folder import RunFolder, write_json
 from penstock.writing import create, save, write_whole
 
 
@@ -135,7 +135,7 @@ DIRECT = {
     "writing.py": "the one place",
     "integrations/transformers/trainer.py": "a checkpoint's folder, which transformers has just made",
     "planner/here.py": "a new folder of its own",
-    "train/launch/launch.py": "appends, to what open_plain has opened",
+    "tools/train/launch/launch.py": "appends, to what open_plain has opened",
 }
 
 

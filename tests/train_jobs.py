@@ -20,8 +20,8 @@ from typing import Any
 from processes import on_processes, state_of
 from warm import WarmProcess
 
-from penstock.train.launch.stopping import Stop
-from penstock.train.run.metrics import read_metrics
+from penstock.tools.train.launch.stopping import Stop
+from penstock.tools.train.run.metrics import read_metrics
 
 # Traps for ranks: at pass `number` of an attempt, on one rank. The next attempt does not meet them again.
 TRAPS = """
@@ -196,11 +196,11 @@ def undisturbed(folder: Path, steps: int, replicas: int = 1) -> list[float]:
 def train_in(folder: str, steps: int, replicas: int) -> None:
     import torch.distributed as dist
 
-    from penstock.train.config.read import load_config
-    from penstock.train.launch.stopping import Stop
-    from penstock.train.run.run_folder import RunFolder
-    from penstock.train.worker import Job as Told
-    from penstock.train.worker import train_here
+    from penstock.tools.train.config.read import load_config
+    from penstock.tools.train.launch.stopping import Stop
+    from penstock.tools.train.run.run_folder import RunFolder
+    from penstock.tools.train.worker import Job as Told
+    from penstock.tools.train.worker import train_here
 
     os.chdir(folder)
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}

@@ -82,7 +82,7 @@ def _on_process(say: Any, kind: str, file: str, name: str, timeout: float, optio
     """What a process runs; it says (value, error)."""
     import torch.distributed as dist
 
-    from penstock.group.world import ON_PROCESSES
+    from penstock.parallel.group.world import ON_PROCESSES
 
     os.environ.setdefault("PENSTOCK_SECRET", SECRET)
     scenario = loaded(file, name)

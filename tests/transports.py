@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from unittest.mock import patch
 
-from penstock.group.world import ON_PROCESSES as CLASSES
+from penstock.parallel.group.world import ON_PROCESSES as CLASSES
 from penstock.runtime.transport import ThreadTransport
 
 ON_PROCESSES = list(CLASSES)  # "shared" and "distributed"

@@ -33,10 +33,10 @@ from multiprocessing import util
 from pathlib import Path
 from typing import IO, Any
 
-from penstock.train.launch.environment import WANTED
+from penstock.tools.train.launch.environment import WANTED
 
-LOADED = ["penstock.pipeline", "penstock.parallel.compose", "penstock.train.launch.launch", "penstock.cli"]
-LOADED += ["penstock.train.worker", "torch._dynamo", "torch.distributed.checkpoint"]
+LOADED = ["penstock.pipeline", "penstock.parallel.compose", "penstock.tools.train.launch.launch", "penstock.cli"]
+LOADED += ["penstock.tools.train.worker", "torch._dynamo", "torch.distributed.checkpoint"]
 LARGEST = 1 << 20  # bytes of a command line and its environment
 COMMAND = """#!{python} -IS
 import json, os, socket, sys

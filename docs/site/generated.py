@@ -12,8 +12,8 @@ from typing import Any
 import typer
 
 from penstock.cli import app
-from penstock.train.config.read import all_keys
-from penstock.train.config.settings import GPTOptions, TrainConfig
+from penstock.tools.train.config.read import all_keys
+from penstock.tools.train.config.settings import GPTOptions, TrainConfig
 
 
 def command() -> str:

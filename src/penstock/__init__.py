@@ -12,32 +12,29 @@ from penstock.tool import tool
 
 if TYPE_CHECKING:
     from penstock.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from penstock.checkpoint.files.pretrained import PretrainedFolder as PretrainedFolder
     from penstock.checkpoint.load.loading import Loaded as Loaded
     from penstock.checkpoint.single import load as load
     from penstock.checkpoint.single import save as save
-    from penstock.files.pretrained import PretrainedFolder as PretrainedFolder
-    from penstock.gpipe.gpipe import GPipe as GPipe
+    from penstock.compat.gpipe.gpipe import GPipe as GPipe
     from penstock.model.by_position import Routed as Routed
     from penstock.model.cut_options import CutOptions as CutOptions
     from penstock.model.lazy import lazy as lazy
-    from penstock.optim.groups import parameter_groups as parameter_groups
-    from penstock.optim.scaler import GradScaler as GradScaler
     from penstock.parallel.mesh import mesh as mesh
     from penstock.parallel.parallel_options import ParallelOptions as ParallelOptions
     from penstock.parallel.sampler import ReplicaSampler as ReplicaSampler
     from penstock.parallel.tensor_parallel.tensor_plan import TensorPlan as TensorPlan
-    from penstock.parity_check.parity import parity as parity
     from penstock.pipeline import Pipeline as Pipeline
     from penstock.pipeline import StepResult as StepResult
     from penstock.planner.plan import plan as plan
-    from penstock.rehearsal.rehearse import rehearse as rehearse
-    from penstock.rehearsal.training import rehearse_training as rehearse_training
     from penstock.runtime.batch.batch_options import BatchOptions as BatchOptions
     from penstock.runtime.batch.lengths import by_tokens as by_tokens
     from penstock.runtime.batch.microbatch import Microbatches as Microbatches
     from penstock.runtime.batch.microbatch import Shared as Shared
     from penstock.runtime.loss.add_loss import add_loss as add_loss
     from penstock.runtime.loss.loss_options import LossOptions as LossOptions
+    from penstock.runtime.optim.groups import parameter_groups as parameter_groups
+    from penstock.runtime.optim.scaler import GradScaler as GradScaler
     from penstock.runtime.state.batch_norm import defer_batch_norm as defer_batch_norm
     from penstock.runtime.state.batch_norm import exact_batch_norm as exact_batch_norm
     from penstock.runtime.state.batch_norm import restore_batch_norm as restore_batch_norm
@@ -45,6 +42,9 @@ if TYPE_CHECKING:
     from penstock.runtime.state.phase import is_checkpointing as is_checkpointing
     from penstock.runtime.state.phase import is_recomputing as is_recomputing
     from penstock.runtime.state.randomness import randomness as randomness
+    from penstock.tools.parity_check.parity import parity as parity
+    from penstock.tools.rehearsal.rehearse import rehearse as rehearse
+    from penstock.tools.rehearsal.training import rehearse_training as rehearse_training
 
 __version__ = "0.1.0"
 
@@ -52,14 +52,14 @@ _HOMES = {  # what is public, and the module that has it
     "BatchOptions": "penstock.runtime.batch.batch_options",
     "Checkpointer": "penstock.checkpoint.checkpointer",
     "CutOptions": "penstock.model.cut_options",
-    "GPipe": "penstock.gpipe.gpipe",
-    "GradScaler": "penstock.optim.scaler",
+    "GPipe": "penstock.compat.gpipe.gpipe",
+    "GradScaler": "penstock.runtime.optim.scaler",
     "Loaded": "penstock.checkpoint.load.loading",
     "LossOptions": "penstock.runtime.loss.loss_options",
     "Microbatches": "penstock.runtime.batch.microbatch",
     "ParallelOptions": "penstock.parallel.parallel_options",
     "Pipeline": "penstock.pipeline",
-    "PretrainedFolder": "penstock.files.pretrained",
+    "PretrainedFolder": "penstock.checkpoint.files.pretrained",
     "ReplicaSampler": "penstock.parallel.sampler",
     "Routed": "penstock.model.by_position",
     "Shared": "penstock.runtime.batch.microbatch",
@@ -75,12 +75,12 @@ _HOMES = {  # what is public, and the module that has it
     "lazy": "penstock.model.lazy",
     "load": "penstock.checkpoint.single",
     "mesh": "penstock.parallel.mesh",
-    "parameter_groups": "penstock.optim.groups",
-    "parity": "penstock.parity_check.parity",
+    "parameter_groups": "penstock.runtime.optim.groups",
+    "parity": "penstock.tools.parity_check.parity",
     "plan": "penstock.planner.plan",
     "randomness": "penstock.runtime.state.randomness",
-    "rehearse": "penstock.rehearsal.rehearse",
-    "rehearse_training": "penstock.rehearsal.training",
+    "rehearse": "penstock.tools.rehearsal.rehearse",
+    "rehearse_training": "penstock.tools.rehearsal.training",
     "restore_batch_norm": "penstock.runtime.state.batch_norm",
     "save": "penstock.checkpoint.single",
 }

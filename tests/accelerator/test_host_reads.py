@@ -20,8 +20,8 @@ def model_and_batch(kind: str) -> dict[str, Any]:
     from torch import nn
 
     import penstock
-    from penstock.train.config.settings import GPTOptions
-    from penstock.train.models.gpt import build_gpt
+    from penstock.tools.train.config.settings import GPTOptions
+    from penstock.tools.train.models.gpt import build_gpt
 
     torch.manual_seed(0)
     if kind == "mlp":

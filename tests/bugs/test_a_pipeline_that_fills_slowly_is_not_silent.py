@@ -11,10 +11,10 @@ import time
 from threading import Thread
 
 from penstock.errors import PeerFailure
-from penstock.rehearsal.rehearse import rehearse
 from penstock.runtime.transport import Channel, ThreadTransport
 from penstock.runtime.transport.failure.blame import Excused, State, Waiting, judge
 from penstock.schedule import build
+from penstock.tools.rehearsal.rehearse import rehearse
 
 
 def test_on_processes_a_long_wait_for_ranks_that_move_is_no_failure() -> None:

@@ -30,7 +30,7 @@ sys.slow = Slow()  # freed when modules are cleared, which is after the interpre
 LEFT_IN_STORE = """
 import datetime, sys, threading, weakref
 import torch.distributed as dist
-from penstock.messages.store import Asker, NoAnswer
+from penstock.runtime.messages.store import Asker, NoAnswer
 
 class Transport:
     pass

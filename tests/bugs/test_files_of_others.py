@@ -27,9 +27,9 @@ from penstock.cli import app
 from penstock.errors import FileError
 from penstock.planner.writing import to_toml
 from penstock.schedule import build
-from penstock.train.config.read import load_config, read_config, to_document
-from penstock.train.config.source import CODE_KEYS
-from penstock.train.run.run_folder import RunFolder
+from penstock.tools.train.config.read import load_config, read_config, to_document
+from penstock.tools.train.config.source import CODE_KEYS
+from penstock.tools.train.run.run_folder import RunFolder
 
 # Whatever is imported of it, called with whatever, leaves a mark.
 CANARY = """

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import UsageError
-from penstock.train.build import build_model
-from penstock.train.config.read import load_config
+from penstock.tools.train.build import build_model
+from penstock.tools.train.config.read import load_config
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """What went wrong in wrappers around a model (C2: slides of a GPipe library, CG: torchgpipe), told as tests of GPipe.
 
-Others stand next to what they are about: tests/gpipe and
+Others stand next to what they are about: tests/compat/gpipe and
 tests/runtime/state/test_batch_norm.py.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpipe.plain import chunked, layers, rows
+from compat.gpipe.plain import chunked, layers, rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 

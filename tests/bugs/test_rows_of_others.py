@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from penstock.errors import UsageError
-from penstock.train.config.settings import Data
-from penstock.train.data.documents import Encoder
-from penstock.train.data.paths import find_files
-from penstock.train.data.records import MOST_ROW, open_rows, read_rows
-from penstock.train.data.tokens import read_tokens
+from penstock.tools.train.config.settings import Data
+from penstock.tools.train.data.documents import Encoder
+from penstock.tools.train.data.paths import find_files
+from penstock.tools.train.data.records import MOST_ROW, open_rows, read_rows
+from penstock.tools.train.data.tokens import read_tokens
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

@@ -11,7 +11,7 @@ import sys
 
 PROGRAM = """
 import sys
-from penstock.train.data.time_limit import time_limit
+from penstock.tools.train.data.time_limit import time_limit
 
 with time_limit(100.0, lambda: "it"):
     pass

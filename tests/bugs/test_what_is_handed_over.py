@@ -19,12 +19,12 @@ from command import run
 
 import penstock
 from penstock.checkpoint.disk.manifest import seal
+from penstock.checkpoint.files.pretrained_writing import write_tokenizer
 from penstock.errors import UsageError
-from penstock.files.pretrained_writing import write_tokenizer
 from penstock.reading import open_plain
-from penstock.train.config.read import load_config
-from penstock.train.run.memory import KINDS
-from penstock.train.run.run_folder import OWN_FOLDERS, RunFolder
+from penstock.tools.train.config.read import load_config
+from penstock.tools.train.run.memory import KINDS
+from penstock.tools.train.run.run_folder import OWN_FOLDERS, RunFolder
 
 PRECIOUS = "mine"
 TINY = ["model.options.layers=2", "model.options.width=16", "model.options.heads=2", "data.sequence=16", "data.batch=8"]
@@ -107,7 +107,7 @@ def test_an_export_takes_only_a_tokenizer_for_a_tokenizer(text: str, tmp_path: P
 def test_the_doctor_writes_a_new_file(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A link in the working folder had another file written over, and a FIFO had the command wait at its end."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("penstock.doctor.examine.examine", lambda *_: iter(()))
+    monkeypatch.setattr("penstock.tools.doctor.examine.examine", lambda *_: iter(()))
     Path("precious").write_text(PRECIOUS)
     for name in ("penstock-doctor.json", "penstock-doctor.json.partial"):
         if kind == "link":

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.checkpoint.disk.manifest import MANIFEST, seal
-from penstock.files import tensors as body_module
+from penstock.checkpoint.files import tensors as body_module
 
 ONE = {"stages": 1, "schedule": "gpipe"}
 

@@ -14,9 +14,9 @@ from checkpoint.saved_files import fill_the_disk, names
 from train_runs import Run
 
 import penstock
+from penstock.checkpoint.files import tensors as body_module
 from penstock.checkpoint.save import saving
 from penstock.errors import CheckpointError
-from penstock.files import tensors as body_module
 
 
 def test_only_the_copy_holds_training_up(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

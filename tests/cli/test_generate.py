@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from penstock.cli import app
 from penstock.errors import UsageError
-from penstock.train.generation import opening
-from penstock.train.generation.codec import ByteCodec
-from penstock.train.generation.sampling import Sampling
+from penstock.tools.train.generation import opening
+from penstock.tools.train.generation.codec import ByteCodec
+from penstock.tools.train.generation.sampling import Sampling
 
 ASKED: list[tuple[Any, ...]] = []
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from warm import warm_commands
 
-from penstock.train.run.metrics import read_metrics
+from penstock.tools.train.run.metrics import read_metrics
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "train"
 

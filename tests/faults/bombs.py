@@ -8,7 +8,7 @@ import os
 import pickle
 from typing import Any
 
-from penstock.messages import secret
+from penstock.runtime.messages import secret
 
 
 class Bomb:

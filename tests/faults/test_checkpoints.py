@@ -21,9 +21,9 @@ from train_runs import LAYOUTS, Run
 import penstock
 from penstock.checkpoint.disk import directory
 from penstock.checkpoint.disk.manifest import checkpoints_in, damages, read_manifest
+from penstock.checkpoint.files import tensors as body
 from penstock.checkpoint.save import saving
 from penstock.errors import PeerFailure
-from penstock.files import tensors as body
 
 Say = Callable[[Any], None]
 STEPS = 8

@@ -22,8 +22,8 @@ from torch import nn
 
 import penstock
 from penstock.errors import ModelError, PeerFailure, PenstockError
-from penstock.group import world
 from penstock.parallel.composition import Composition
+from penstock.parallel.group import world
 from penstock.pipeline import construction
 from penstock.runtime.transport.distributed import device_link
 

@@ -18,8 +18,8 @@ from tiers import mostly_exhaustive
 from train_jobs import TINY, Job, gone, job, prepare, undisturbed
 
 from penstock.checkpoint.disk.manifest import checkpoints_in, damages, read_manifest
-from penstock.train.launch.stopping import ECHO_SECONDS
-from penstock.train.run.metrics import read_metrics
+from penstock.tools.train.launch.stopping import ECHO_SECONDS
+from penstock.tools.train.run.metrics import read_metrics
 
 pytestmark = pytest.mark.timeout(1200)  # whole jobs, several each; a busy machine takes its time
 

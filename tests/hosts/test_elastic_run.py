@@ -17,7 +17,7 @@ from processes import SECRET
 from tiers import mostly_exhaustive
 from torch import nn
 
-from penstock.train.run.metrics import read_metrics
+from penstock.tools.train.run.metrics import read_metrics
 
 # Batches come as far as the file `limit` allows, so that a test decides how far a run gets before something happens.
 RUN = """

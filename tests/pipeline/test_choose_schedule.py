@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import UsageError
-from penstock.group.world import World
+from penstock.parallel.group.world import World
 from penstock.pipeline.choose_schedule import choose_schedule
 from penstock.schedule import Topology, build, lower
 

@@ -241,8 +241,8 @@ def test_a_step_that_fails_puts_the_users_generators_back(name: str) -> None:
 
 def dropouts_of_a_replayed_model() -> list[list[float]]:
     """Losses of a model with dropout that is replayed, by the number of stages."""
-    from penstock.train.config.settings import GPTOptions
-    from penstock.train.models.gpt import build_gpt
+    from penstock.tools.train.config.settings import GPTOptions
+    from penstock.tools.train.models.gpt import build_gpt
 
     def losses(stages: int, devices: Any) -> list[float]:
         import torch

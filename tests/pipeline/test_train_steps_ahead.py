@@ -33,8 +33,8 @@ from transports import ON_PROCESSES
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.optim.snapshot import UpdateSnapshot
 from penstock.runtime.engine.report import EndedStep
+from penstock.runtime.optim.snapshot import UpdateSnapshot
 from penstock.schedule import Action, Op
 
 

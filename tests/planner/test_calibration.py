@@ -13,8 +13,8 @@ from penstock.planner.calibration import RecordedRun, calibrate, candidate_of, c
 from penstock.planner.cluster import Cluster, Device, Interconnect
 from penstock.planner.fake_model import profile_config
 from penstock.planner.plan import config_for
-from penstock.train.config.read import to_document
-from penstock.train.config.settings import TrainConfig
+from penstock.tools.train.config.read import to_document
+from penstock.tools.train.config.settings import TrainConfig
 
 TWO = Cluster(
     hosts=1,

@@ -11,8 +11,8 @@ from penstock.planner.calibration import candidate_of
 from penstock.planner.cluster import Cluster
 from penstock.planner.fake_model import profile_config
 from penstock.planner.plan import config_for
-from penstock.train.data.batches import open_data
-from penstock.train.run.activations import measure_peaks
+from penstock.tools.train.data.batches import open_data
+from penstock.tools.train.run.activations import measure_peaks
 
 WAYS = [("gpipe", 2, 2), ("gpipe", 2, 4), ("1f1b", 2, 4), ("interleaved-1f1b", 4, 4), ("zb-h1", 2, 4), ("zb-v", 4, 4)]
 CASES = [(*way, vocabulary) for way in WAYS for vocabulary in (300, 4000)]

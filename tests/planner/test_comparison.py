@@ -15,8 +15,8 @@ from penstock.planner.layout import MeshLayout
 from penstock.planner.plan import config_for
 from penstock.planner.writing import write_plan
 from penstock.schedule import Costs, build, simulate
-from penstock.train.config.read import load_config, to_document
-from penstock.train.config.settings import TrainConfig
+from penstock.tools.train.config.read import load_config, to_document
+from penstock.tools.train.config.settings import TrainConfig
 
 TWO = Cluster(
     hosts=1,

@@ -13,9 +13,9 @@ from penstock.planner.cluster import Software
 from penstock.planner.fake_model import profile_config, profile_module
 from penstock.planner.plan import config_for
 from penstock.planner.profile import Profile, profile_model
-from penstock.train.config.settings import GPTOptions
-from penstock.train.loss import TokenLoss
-from penstock.train.models.gpt import build_gpt
+from penstock.tools.train.config.settings import GPTOptions
+from penstock.tools.train.loss import TokenLoss
+from penstock.tools.train.models.gpt import build_gpt
 
 MEGATRON = Software(name="megatron", fused_attention=False)
 

@@ -24,7 +24,7 @@ from penstock.planner.plan import config_for
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
 from penstock.planner.ranking import SearchSpace, candidates, choose, rank_plans
-from penstock.train.config.settings import TrainConfig
+from penstock.tools.train.config.settings import TrainConfig
 
 HERE = Path(__file__).parent
 CLUSTERS = {"megatron": "megatron-2021", "llama3": "llama3-2024"}

@@ -25,8 +25,8 @@ from penstock.planner.profile import Profile
 from penstock.planner.ranking import RANKED, ROWS, SearchSpace, _sizes, candidates, rank_plans
 from penstock.schedule import FAMILIES, build, simulate
 from penstock.schedule.builders import _BY_NAME
-from penstock.train.config.settings import TrainConfig
-from penstock.train.run.account import optimizer_states
+from penstock.tools.train.config.settings import TrainConfig
+from penstock.tools.train.run.account import optimizer_states
 
 SMALL = Cluster(
     hosts=2,

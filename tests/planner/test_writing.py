@@ -18,10 +18,10 @@ from penstock.planner.plan import config_for
 from penstock.planner.plans import Plan
 from penstock.planner.writing import config_of, priced_settings, to_toml, write_plan
 from penstock.schedule import Schedule
-from penstock.train.config.consistent import check_consistent
-from penstock.train.config.read import load_config
-from penstock.train.config.settings import GPTOptions, TrainConfig
-from penstock.train.models.gpt import build_gpt
+from penstock.tools.train.config.consistent import check_consistent
+from penstock.tools.train.config.read import load_config
+from penstock.tools.train.config.settings import GPTOptions, TrainConfig
+from penstock.tools.train.models.gpt import build_gpt
 
 OPTIONS = {"layers": 6, "width": 32, "heads": 4, "vocabulary": 300}
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.checkpoint.disk.directory import CheckpointFolder, Directory, sees
 from penstock.checkpoint.disk.manifest import find_newest
+from penstock.checkpoint.files.tensors import Body
 from penstock.checkpoint.load.loading import Loaded, SkippedLog, load_into
 from penstock.checkpoint.named_tensors import Saved
 from penstock.checkpoint.processes import Processes
@@ -25,9 +26,8 @@ from penstock.checkpoint.save.collecting import Given, collect, document_of
 from penstock.checkpoint.save.saving import GivenUp, Saving, remove
 from penstock.checkpoint.save.write_plan import Planner
 from penstock.errors import CheckpointError, UsageError
-from penstock.files.tensors import Body
-from penstock.messages.clock import Background, Submitted
 from penstock.rules import is_count
+from penstock.runtime.messages.clock import Background, Submitted
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline

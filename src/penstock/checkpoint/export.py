@@ -20,13 +20,19 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.disk.manifest import Manifest
+from penstock.checkpoint.files.adapters import ADAPTER_WEIGHTS, is_adapter, merged, stored_names
+from penstock.checkpoint.files.pretrained import PretrainedFolder
+from penstock.checkpoint.files.pretrained_writing import (
+    file_names,
+    parts_of,
+    write_configs,
+    write_index,
+    write_tokenizer,
+)
+from penstock.checkpoint.files.tensors import FileLayout, TensorEntry, streamed, sync_directory, write_file
 from penstock.checkpoint.load.reading import CheckpointContents, open_whole
 from penstock.checkpoint.named_tensors import AVERAGE
 from penstock.errors import UsageError
-from penstock.files.adapters import ADAPTER_WEIGHTS, is_adapter, merged, stored_names
-from penstock.files.pretrained import PretrainedFolder
-from penstock.files.pretrained_writing import file_names, parts_of, write_configs, write_index, write_tokenizer
-from penstock.files.tensors import FileLayout, TensorEntry, streamed, sync_directory, write_file
 
 FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

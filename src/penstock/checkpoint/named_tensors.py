@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import UsageError
-from penstock.messages.plain import TENSOR, encode
+from penstock.runtime.messages.plain import TENSOR, encode
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline

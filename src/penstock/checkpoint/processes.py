@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 
 from penstock.errors import CheckpointError, UsageError
-from penstock.group.agreement import agree
-from penstock.messages.clock import CLOCK
+from penstock.parallel.group.agreement import agree
+from penstock.runtime.messages.clock import CLOCK
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline

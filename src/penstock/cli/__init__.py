@@ -32,7 +32,7 @@ from penstock.cli.schedules.verify import verify
 from penstock.cli.schedules.view import view
 from penstock.cli.schedules.whatif import whatif
 from penstock.cli.train import train
-from penstock.train.config.source import search_no_working_folder
+from penstock.tools.train.config.source import search_no_working_folder
 
 __all__ = ["app", "main"]
 

@@ -40,9 +40,9 @@ def doctor(
     reads by the host are counted; devices and links are measured. Exit code 1 when a check fails.
     """
     with working("loading torch"):
-        from penstock.doctor.examine import examine, ranks_to_try, training_families  # loads torch
-        from penstock.doctor.findings import Examination
-        from penstock.doctor.machine import describe_machine
+        from penstock.tools.doctor.examine import examine, ranks_to_try, training_families  # loads torch
+        from penstock.tools.doctor.findings import Examination
+        from penstock.tools.doctor.machine import describe_machine
     names = training_families(tuple(families.split(",")) if families else ())
     sizes = ranks_to_try(ranks)
     machine = describe_machine()

@@ -12,7 +12,7 @@ from penstock.checkpoint.disk.manifest import BEST, find_checkpoint
 from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson, count
 from penstock.cli.train import Items, Trust, load_items
-from penstock.train.config.source import require_trust
+from penstock.tools.train.config.source import require_trust
 
 Checkpoint = Annotated[
     str | None,
@@ -41,7 +41,7 @@ def evaluate(
     config, _ = load_items(items, trust=trust or None)
     require_trust(config, "evaluating")
     with working("evaluating"):
-        from penstock.train.evaluate import evaluate_checkpoint  # loads torch
+        from penstock.tools.train.evaluate import evaluate_checkpoint  # loads torch
 
         found = find_checkpoint(Path(config.output, BEST) if checkpoint == BEST else checkpoint or config.output)
         step, losses, loss = evaluate_checkpoint(config, found, batches, averages)

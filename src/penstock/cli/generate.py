@@ -11,7 +11,7 @@ from penstock.checkpoint.disk.manifest import find_checkpoint
 from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson, whole
 from penstock.errors import UsageError
-from penstock.train.launch.environment import prepare_environment
+from penstock.tools.train.launch.environment import prepare_environment
 from penstock.view.figures import visible
 
 Place = Annotated[
@@ -69,8 +69,8 @@ def generate(
     begins = questions or prompts or ["def "]
     with working("loading"):
         prepare_environment()
-        from penstock.train.generation.opening import open_writer  # loads torch
-        from penstock.train.generation.sampling import Sampling
+        from penstock.tools.train.generation.opening import open_writer  # loads torch
+        from penstock.tools.train.generation.sampling import Sampling
 
         sampling = Sampling(**options)  # type: ignore[arg-type]
         writer = open_writer(find_checkpoint(place), threads)
@@ -97,7 +97,7 @@ def generate(
 
 def _pieces(writer: Any, prompts: list[list[int]], count: int, sampling: Any) -> Any:
     """Yield (row, text) as they come."""
-    from penstock.train.generation.codec import Reader  # loads torch
+    from penstock.tools.train.generation.codec import Reader  # loads torch
 
     readers = [Reader(writer.codec) for _ in prompts]
     for row, token in writer.continue_rows(prompts, count, sampling):

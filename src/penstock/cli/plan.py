@@ -11,7 +11,7 @@ from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson, whole
 from penstock.cli.train import Trust, load_items
 from penstock.errors import UsageError
-from penstock.train.config.source import require_trust
+from penstock.tools.train.config.source import require_trust
 from penstock.view.figures import counted
 
 _OF_PIPELINE = ("ranks", "stages", "microbatches", "schedule", "recompute", "balance", "split_at")

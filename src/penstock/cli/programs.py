@@ -24,7 +24,7 @@ from typing import Any
 import penstock
 from penstock.cli.output import terminal_width, write
 from penstock.errors import UsageError
-from penstock.train.launch.stopping import asking
+from penstock.tools.train.launch.stopping import asking
 
 PACKAGE = Path(penstock.__file__).parent
 PATIENCE = 10.0  # seconds in which a program that is told to end may clean up

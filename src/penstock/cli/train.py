@@ -13,17 +13,17 @@ import typer
 
 from penstock.cli.output import guarded, terminal_width, working, write
 from penstock.errors import UsageError
-from penstock.train.config.consistent import check_consistent, check_model
-from penstock.train.config.elastic import describe_layouts
-from penstock.train.config.paths import check_paths
-from penstock.train.config.read import load_config
-from penstock.train.config.settings import TrainConfig
-from penstock.train.config.source import check_sending, functions_in, is_trusted, require_trust
-from penstock.train.launch.entry import Job
-from penstock.train.launch.environment import prepare_environment, start_fork_server
-from penstock.train.launch.parent import die_with_parent
-from penstock.train.launch.stopping import Stop, asking
-from penstock.train.run.run_folder import RunFolder
+from penstock.tools.train.config.consistent import check_consistent, check_model
+from penstock.tools.train.config.elastic import describe_layouts
+from penstock.tools.train.config.paths import check_paths
+from penstock.tools.train.config.read import load_config
+from penstock.tools.train.config.settings import TrainConfig
+from penstock.tools.train.config.source import check_sending, functions_in, is_trusted, require_trust
+from penstock.tools.train.launch.entry import Job
+from penstock.tools.train.launch.environment import prepare_environment, start_fork_server
+from penstock.tools.train.launch.parent import die_with_parent
+from penstock.tools.train.launch.stopping import Stop, asking
+from penstock.tools.train.run.run_folder import RunFolder
 
 Items = Annotated[
     list[str] | None,
@@ -101,7 +101,7 @@ def _dry_run(config: TrainConfig) -> int:
         )
         return 0
     with working("building and measuring"):
-        from penstock.train.dry_run import make_plan  # loads torch
+        from penstock.tools.train.dry_run import make_plan  # loads torch
 
         plan = make_plan(config)
     write(plan.text(terminal_width()))
@@ -120,7 +120,7 @@ def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool, ver
         if config.pipeline.workers == "threads":
             return _train_here(config, resume_command, Stop(*asking()), resume)
         start_fork_server(config)
-        from penstock.train.launch.launch import launch, torchrun_command  # loads torch
+        from penstock.tools.train.launch.launch import launch, torchrun_command  # loads torch
 
         if verbose:
             write(f"{torchrun_command(config, items)}\n")
@@ -130,7 +130,7 @@ def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool, ver
 
 
 def _train_here(config: TrainConfig, resume_command: str, stop: Stop, resume: bool = False) -> int:
-    from penstock.train.worker import log_as, train_here  # loads torch
+    from penstock.tools.train.worker import log_as, train_here  # loads torch
 
     log_as(config, int(os.environ.get("RANK", "0")))
     with stop:

@@ -15,9 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import PeerFailure, UsageError
-from penstock.group.facts import compared
 from penstock.model.original.replaced_parameters import mark_replaced
-from penstock.optim.norms import local_of
 from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.composition import Composition
 from penstock.parallel.data_parallel.gradient_norms import SpreadNorms
@@ -25,9 +23,11 @@ from penstock.parallel.data_parallel.reduce import Reducer, make_equal
 from penstock.parallel.data_parallel.replicas import Replicas
 from penstock.parallel.data_parallel.sharded import Sharder, check_shardable
 from penstock.parallel.data_parallel.wrapped_stages import UserParallel, WrappedStages
+from penstock.parallel.group.facts import compared
 from penstock.parallel.tensor_parallel.spread import SPREAD, KnownMeshes, SpreadValues, spread
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.stage import Stage
+from penstock.runtime.optim.norms import local_of
 from penstock.runtime.transport.distributed.transport import DistributedTransport
 from penstock.runtime.transport.failure.peer_failures import STORE_GONE
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PeerFailure, UsageError
-from penstock.group.world import check_built
 from penstock.model.original.wrappers import FSDP, wrappings
 from penstock.model.part import StagePart
 from penstock.parallel.axis_link import AxisLink
+from penstock.parallel.group.world import check_built
 from penstock.parallel.mesh import Axes
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.parallel.tensor_parallel.tensor_plan import plan_of

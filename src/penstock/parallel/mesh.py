@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from penstock.devices import accelerator, backends
 from penstock.errors import UsageError
-from penstock.group.joining import joining
+from penstock.parallel.group.joining import joining
 from penstock.rules import is_count
 from penstock.runtime.transport.distributed.transport import DistributedTransport
 

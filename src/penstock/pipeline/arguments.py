@@ -13,7 +13,6 @@ from torch import nn
 from penstock.errors import ModelError, UsageError
 from penstock.model.cut_options import CutOptions
 from penstock.model.original.wrappers import refuse_compiled_model, refuse_wrapped_model
-from penstock.optim.precision import precision_of
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.pipeline.call_arguments import check_loss_fn
 from penstock.pipeline.devices import AUTO, check_devices
@@ -22,6 +21,7 @@ from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.lengths import ByTokens
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.losses import torch_reduction
+from penstock.runtime.optim.precision import precision_of
 from penstock.schedule import Op, Schedule
 
 PROVISIONAL = 8  # microbatches, until a first batch says how many it takes

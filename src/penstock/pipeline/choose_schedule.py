@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from penstock.errors import UsageError
-from penstock.group.world import World
+from penstock.parallel.group.world import World
 from penstock.schedule import Schedule, Topology, family
 from penstock.schedule.builders import AUTO, build, is_auto
 

@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from penstock.devices import CPU, on_accelerator, to_device
-from penstock.group.world import World
 from penstock.model.balance.request import Balancing
 from penstock.model.cut import cut_model
 from penstock.model.staged_model import StagedModel
-from penstock.optim.precision import precision_of
 from penstock.parallel.composition import Composition
+from penstock.parallel.group.world import World
 from penstock.pipeline.arguments import alike, first_count
 from penstock.pipeline.choose_schedule import choose_schedule
 from penstock.pipeline.deployment import Deployment
@@ -26,6 +25,7 @@ from penstock.pipeline.searched_cut import searched_cut
 from penstock.runtime.batch.microbatch import plain_example
 from penstock.runtime.engine.ranks import LocalRanks
 from penstock.runtime.loss.module import loss_holding
+from penstock.runtime.optim.precision import precision_of
 from penstock.runtime.state.batch_norm import prepare_batch_norm, whole_stages
 from penstock.runtime.state.randomness import StepCounter
 from penstock.runtime.transport.distributed.transport import DistributedTransport

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from penstock.errors import UsageError
-from penstock.group.world import World
 from penstock.model.staged_model import Holding, StagedModel
-from penstock.optim.tied import TiedParameters
+from penstock.parallel.group.world import World
 from penstock.pipeline.programs import Programs
 from penstock.runtime.engine.ranks import LocalRanks
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.loss.module import loss_holding
+from penstock.runtime.optim.tied import TiedParameters
 from penstock.runtime.state.randomness import StepCounter
 from penstock.schedule import Placement, Schedule
 

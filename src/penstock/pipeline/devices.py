@@ -12,8 +12,8 @@ from torch import nn
 
 from penstock.devices import accelerator, indexed, on_accelerator
 from penstock.errors import UsageError
-from penstock.group.world import World
 from penstock.model.staged_model import StagedModel
+from penstock.parallel.group.world import World
 from penstock.schedule import Placement
 
 AUTO = "auto"

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
-from penstock.group.facts import facts_of
-from penstock.group.world import collective
 from penstock.model.balance.proposal import Proposal
 from penstock.model.cut_options import CutOptions
-from penstock.optim.tied import TiedParameters, tied_places
-from penstock.optim.updates import Updates
+from penstock.parallel.group.facts import facts_of
+from penstock.parallel.group.world import collective
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.pipeline.arguments import check_arguments, check_loss, op_of, with_plan
 from penstock.pipeline.batches import Batches, Call
@@ -37,6 +35,8 @@ from penstock.runtime.engine.foreign_leaves import watch_leaves
 from penstock.runtime.engine.handlers import Handler
 from penstock.runtime.engine.report import StepResult
 from penstock.runtime.loss.loss_options import LossOptions
+from penstock.runtime.optim.tied import TiedParameters, tied_places
+from penstock.runtime.optim.updates import Updates
 from penstock.runtime.state.batch_norm import warn_of_microbatches
 from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.schedule import Op, Schedule, Timeline

@@ -19,10 +19,10 @@ from penstock.errors import UsageError
 from penstock.model.balance.proposal import Proposal, propose
 from penstock.model.original.placeholders import take_back
 from penstock.model.staged_model import StagedModel
-from penstock.optim.tied import tied_places
 from penstock.pipeline.model_state.carry import carry
 from penstock.pipeline.model_state.other_ranks import held_on, owners_of
 from penstock.runtime.engine.replication import Replication
+from penstock.runtime.optim.tied import tied_places
 from penstock.runtime.state.batch_norm import whole_stages
 from penstock.runtime.transport import Transport
 from penstock.schedule import Placement, Timeline, align

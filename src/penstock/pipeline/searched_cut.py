@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ModelError
-from penstock.group.world import World
 from penstock.model.balance.profile import Weight
+from penstock.parallel.group.world import World
 from penstock.schedule import Schedule
 from penstock.schedule.builders import is_auto
 from penstock.tool import tool

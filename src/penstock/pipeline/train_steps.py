@@ -56,7 +56,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from penstock.optim.updates import ORDER, UpdateDecision, Updates
 from penstock.pipeline.batches import Call
 from penstock.pipeline.steps import AROUND_STEP, Run, Steps
 from penstock.pipeline.trained_step import (
@@ -71,6 +70,7 @@ from penstock.pipeline.trained_step import (
 )
 from penstock.pipeline.weight_updates import WeightUpdates
 from penstock.runtime.engine.report import StepReport, StepResult, all_replicas, result_of
+from penstock.runtime.optim.updates import ORDER, UpdateDecision, Updates
 from penstock.runtime.transport.interrupts import CTRL_C, CUT
 from penstock.schedule import Schedule, verify
 

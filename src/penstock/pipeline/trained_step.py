@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from penstock.errors import PeerFailure, RunError, UsageError
-from penstock.optim.updates import AS_IS, UpdateDecision
 from penstock.runtime.engine.report import EndedStep, StepResult, failure_of
+from penstock.runtime.optim.updates import AS_IS, UpdateDecision
 from penstock.runtime.state.transaction import Transaction
 
 CALL = "train_steps()"

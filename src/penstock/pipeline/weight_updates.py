@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from penstock.errors import PeerFailure, UsageError
-from penstock.group.agreement import agree
-from penstock.optim.norms import NormAnswer
-from penstock.optim.scaler import GradScaler
-from penstock.optim.snapshot import UpdateSnapshot, WeightsSeen, parameters_of
-from penstock.optim.updates import AS_IS, ORDER, UpdateDecision, Updates
+from penstock.parallel.group.agreement import agree
 from penstock.pipeline.deployment import Deployment
 from penstock.pipeline.model_state.state import ModelState
 from penstock.pipeline.trained_step import UncollectedStep, changed_in_body, explain_update, failed_update
+from penstock.runtime.optim.norms import NormAnswer
+from penstock.runtime.optim.scaler import GradScaler
+from penstock.runtime.optim.snapshot import UpdateSnapshot, WeightsSeen, parameters_of
+from penstock.runtime.optim.updates import AS_IS, ORDER, UpdateDecision, Updates
 from penstock.runtime.transport.failure.peer_failures import placed
 
 Found = TypeVar("Found")

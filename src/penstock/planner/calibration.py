@@ -22,14 +22,14 @@ from penstock.reading import parse_json, read_json, read_text
 from penstock.rules import is_float
 from penstock.schedule import Schedule, Timeline, family
 from penstock.schedule.builders import is_auto
-from penstock.train.config.consistent import check_model, is_schedule_file, processes_of, stages_of
-from penstock.train.config.read import read_config
-from penstock.train.config.settings import TrainConfig
-from penstock.train.run.account import optimizer_states
-from penstock.train.run.flops import peak_flops
-from penstock.train.run.memory import KINDS
-from penstock.train.run.metrics import MOST_METRICS
-from penstock.train.run.run_folder import RunFolder
+from penstock.tools.train.config.consistent import check_model, is_schedule_file, processes_of, stages_of
+from penstock.tools.train.config.read import read_config
+from penstock.tools.train.config.settings import TrainConfig
+from penstock.tools.train.run.account import optimizer_states
+from penstock.tools.train.run.flops import peak_flops
+from penstock.tools.train.run.memory import KINDS
+from penstock.tools.train.run.metrics import MOST_METRICS
+from penstock.tools.train.run.run_folder import RunFolder
 
 MOST_HELD = 2.0**60  # bytes of a process
 STEPS = 60  # how often the range of efficiencies is halved

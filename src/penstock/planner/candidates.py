@@ -17,7 +17,7 @@ from penstock.planner.layout import MeshLayout
 from penstock.planner.price import Pricing, StageCosts
 from penstock.schedule import FAMILIES, Costs, Op, Placement, Schedule, build, family, simulate
 from penstock.schedule.timing.simulate import peak_memory, peaks_with_gradients
-from penstock.train.run.memory import Memory
+from penstock.tools.train.run.memory import Memory
 
 ROUNDS, FEWEST = 3, 16  # as many microbatches as ranks, so often, and at least: after these a schedule repeats itself
 SMALL, SURE = 8, 0.8  # ranks of a schedule that tells what longer ones hold; the share of it that is counted on

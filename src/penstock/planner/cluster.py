@@ -11,8 +11,8 @@ from typing import Literal
 
 from penstock.errors import UsageError
 from penstock.reading import read_toml
-from penstock.train.config.read import checked
-from penstock.train.config.settings import key
+from penstock.tools.train.config.read import checked
+from penstock.tools.train.config.settings import key
 
 
 @dataclass(frozen=True)

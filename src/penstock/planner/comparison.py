@@ -17,7 +17,7 @@ from penstock.planner.text import plan_document, plans_document, ranking_table
 from penstock.planner.writing import priced_settings
 from penstock.rules import is_float
 from penstock.schedule.files.drawing import table
-from penstock.train.run.memory import KINDS
+from penstock.tools.train.run.memory import KINDS
 from penstock.view.figures import percent, time_text
 
 

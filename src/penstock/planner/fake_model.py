@@ -26,16 +26,16 @@ from penstock.parallel.tensor_parallel.tensor_plan import TensorPlan, plan_of
 from penstock.planner.cluster import Software
 from penstock.planner.counting import CannotCount, OperationCounter
 from penstock.planner.profile import Profile, Unit, owners_of_parameters, profile_model
-from penstock.train.build import build_model, gpt_options
-from penstock.train.config.consistent import check_model
-from penstock.train.config.device import precision_of
-from penstock.train.config.settings import TrainConfig
-from penstock.train.config.source import HUGGINGFACE, is_function
-from penstock.train.data.batches import open_data
-from penstock.train.data.vocabulary import check_positions
-from penstock.train.loss import StepLoss, build_loss
-from penstock.train.models.freeze import freeze
-from penstock.train.models.huggingface import folder_of, tensor_plan_of
+from penstock.tools.train.build import build_model, gpt_options
+from penstock.tools.train.config.consistent import check_model
+from penstock.tools.train.config.device import precision_of
+from penstock.tools.train.config.settings import TrainConfig
+from penstock.tools.train.config.source import HUGGINGFACE, is_function
+from penstock.tools.train.data.batches import open_data
+from penstock.tools.train.data.vocabulary import check_positions
+from penstock.tools.train.loss import StepLoss, build_loss
+from penstock.tools.train.models.freeze import freeze
+from penstock.tools.train.models.huggingface import folder_of, tensor_plan_of
 
 BUILT = 4  # of layers that repeat
 IN_MEMORY = "a module in memory"  # the source of a model that no configuration can name
@@ -230,7 +230,7 @@ def _shortened(config: TrainConfig) -> tuple[TrainConfig, int | None]:
 
 
 def _shape_of(config: TrainConfig) -> Any:
-    from penstock.train.models.huggingface import configuration_of
+    from penstock.tools.train.models.huggingface import configuration_of
 
     return configuration_of(
         replace(config, model=replace(config.model, init=None if folder_of(config) is None else "random"))

@@ -37,15 +37,15 @@ from penstock.planner.profile import Profile
 from penstock.planner.writing import run_config
 from penstock.reading import read_json
 from penstock.schedule import Costs, simulate
-from penstock.train.build import build_model, build_pipeline
-from penstock.train.config.settings import TrainConfig
-from penstock.train.config.source import libraries_of, searching_no_working_folder
-from penstock.train.data.batch import DataBatch
-from penstock.train.data.batches import open_data
-from penstock.train.loss import shares_of
-from penstock.train.run.baseline import process_bytes
-from penstock.train.run.flops import peak_flops
-from penstock.train.updates.optimizer import build_optimizer
+from penstock.tools.train.build import build_model, build_pipeline
+from penstock.tools.train.config.settings import TrainConfig
+from penstock.tools.train.config.source import libraries_of, searching_no_working_folder
+from penstock.tools.train.data.batch import DataBatch
+from penstock.tools.train.data.batches import open_data
+from penstock.tools.train.loss import shares_of
+from penstock.tools.train.run.baseline import process_bytes
+from penstock.tools.train.run.flops import peak_flops
+from penstock.tools.train.updates.optimizer import build_optimizer
 
 ROUNDS, WARM_UP = 7, 2
 OPEN = 8  # pipelines that take turns

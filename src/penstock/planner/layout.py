@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import gcd, isqrt
 
 from penstock.planner.cluster import Cluster, Interconnect
-from penstock.train.config.settings import TrainConfig
+from penstock.tools.train.config.settings import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from penstock.planner.profile import PENSTOCK
 from penstock.planner.ranking import SearchSpace, candidates, layouts_of, rank_plans
 from penstock.rules import check_count
 from penstock.schedule import family
-from penstock.train.config.read import load_config, read_config
-from penstock.train.config.settings import TrainConfig
-from penstock.train.run.account import optimizer_states
+from penstock.tools.train.config.read import load_config, read_config
+from penstock.tools.train.config.settings import TrainConfig
+from penstock.tools.train.run.account import optimizer_states
 
 FEW_ROWS = 3  # sizes of microbatches that are measured here, per layout
 HERE_PER_RANK = (1, 2)

@@ -10,8 +10,8 @@ from penstock.errors import UsageError
 from penstock.planner.cluster import Cluster
 from penstock.planner.layout import MeshLayout
 from penstock.schedule import Schedule
-from penstock.train.config.settings import TrainConfig
-from penstock.train.run.memory import Memory
+from penstock.tools.train.config.settings import TrainConfig
+from penstock.tools.train.run.memory import Memory
 
 
 @dataclass(frozen=True)

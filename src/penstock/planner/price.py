@@ -25,8 +25,8 @@ from penstock.planner.layout import MeshLayout, all_reduce, gather
 from penstock.planner.profile import Profile, Unit
 from penstock.runtime.backward.deferred_weights import BYTES_PER_PASS
 from penstock.schedule import Costs
-from penstock.train.run.account import exchanged_bytes, rank_memory
-from penstock.train.run.memory import Memory
+from penstock.tools.train.run.account import exchanged_bytes, rank_memory
+from penstock.tools.train.run.memory import Memory
 
 UPDATE_READS = 2  # times that an optimizer reads and writes each of its numbers
 BUCKET = 25 * 2**20  # bytes of gradients that travel together

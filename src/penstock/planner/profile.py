@@ -24,7 +24,7 @@ from penstock.errors import ModelError
 from penstock.parallel.tensor_parallel.tensor_plan import TensorPlan
 from penstock.planner.cluster import Software
 from penstock.planner.counting import Amount, OperationCounter, OperationCounts, key_of, on_line
-from penstock.train.run.baseline import code_of
+from penstock.tools.train.run.baseline import code_of
 
 PENSTOCK = Software()
 

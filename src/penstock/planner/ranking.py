@@ -25,9 +25,9 @@ from penstock.planner.plans import Plan, Plans, Rejected
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
 from penstock.schedule import family, search_report, simulate
-from penstock.train.config.settings import TrainConfig
-from penstock.train.run.account import optimizer_states
-from penstock.train.run.memory import KINDS, Memory
+from penstock.tools.train.config.settings import TrainConfig
+from penstock.tools.train.run.account import optimizer_states
+from penstock.tools.train.run.memory import KINDS, Memory
 from penstock.view.figures import bytes_text
 
 PER_RANK = (1, 2, 3, 4, 6, 8)  # stages per rank that are tried

@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.planner.plans import Plan, Plans, count_text, no_plan
 from penstock.schedule.files.drawing import table
-from penstock.train.run.memory import Memory, memory_document
+from penstock.tools.train.run.memory import Memory, memory_document
 from penstock.view.figures import bytes_text, percent, time_text
 
 KINDS = tuple(field.name for field in fields(Memory))

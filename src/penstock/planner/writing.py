@@ -16,8 +16,8 @@ from penstock.planner.cluster import Cluster
 from penstock.planner.fake_model import IN_MEMORY
 from penstock.planner.layout import MeshLayout
 from penstock.planner.plans import Plan
-from penstock.train.config.read import to_document
-from penstock.train.config.settings import TrainConfig
+from penstock.tools.train.config.read import to_document
+from penstock.tools.train.config.settings import TrainConfig
 
 
 def config_of(plan: Plan, schedule: str | None = None) -> TrainConfig:

@@ -28,8 +28,8 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.train.config.settings import GPTOptions
-from penstock.train.models.gpt import build_gpt
+from penstock.tools.train.config.settings import GPTOptions
+from penstock.tools.train.models.gpt import build_gpt
 
 
 def differences(case: Case, outcomes: list[dict[str, Any]], replicas: int) -> list[str]:

@@ -131,7 +131,7 @@ def test_clocks_of_several_hosts_are_aligned_within_the_stated_error() -> None:
 
 def on_two_hosts() -> Timeline:
     """Two processes that say they are on different hosts, one of them with a clock that is an hour ahead."""
-    from penstock.group import world
+    from penstock.parallel.group import world
     from penstock.runtime.engine import executor, mailbox, recorder
 
     rank = torch.distributed.get_rank()

@@ -21,7 +21,7 @@ from penstock.checkpoint.named_tensors import model_entries, optimizers_of
 from penstock.checkpoint.processes import Processes
 from penstock.checkpoint.save.collecting import Given, check_stateful, layout_of
 from penstock.errors import CheckpointError, PenstockError
-from penstock.messages.plain import decode, same
+from penstock.runtime.messages.plain import decode, same
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline

@@ -20,8 +20,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from penstock.checkpoint.disk.manifest import Manifest, check_files, plain_name, read_index
+from penstock.checkpoint.files.tensors import TYPES, open_tensors
 from penstock.errors import CheckpointError
-from penstock.files.tensors import TYPES, open_tensors
 
 MOST_PAIRS = 400_000  # pieces of a tensor that share rows are compared in pairs: so many have 900 columns
 

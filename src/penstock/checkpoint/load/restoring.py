@@ -24,7 +24,7 @@ from penstock.checkpoint.named_tensors import (
     section_of,
 )
 from penstock.errors import CheckpointError
-from penstock.messages.plain import TENSOR, decode, same
+from penstock.runtime.messages.plain import TENSOR, decode, same
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline

@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.checkpoint.generators import states_of_generators
 from penstock.checkpoint.named_tensors import AVERAGE, Saved, optimizers_of
 from penstock.errors import UsageError
-from penstock.messages.plain import encode
+from penstock.runtime.messages.plain import encode
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline

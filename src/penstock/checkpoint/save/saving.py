@@ -24,12 +24,12 @@ from typing import Any
 from torch import Tensor
 
 from penstock.checkpoint.disk.manifest import INDEX, LONGEST, MANIFEST, seal
+from penstock.checkpoint.files.tensors import Body, TensorEntry, streamed, sync_directory, write_file
 from penstock.checkpoint.save.write_plan import WritePlan, file_of
 from penstock.errors import CheckpointError
-from penstock.files.tensors import Body, TensorEntry, streamed, sync_directory, write_file
-from penstock.group.agreement import in_words
-from penstock.messages.clock import CLOCK, Clock
+from penstock.parallel.group.agreement import in_words
 from penstock.reading import read_json, read_text
+from penstock.runtime.messages.clock import CLOCK, Clock
 from penstock.writing import create
 
 logger = logging.getLogger("penstock.checkpoint")

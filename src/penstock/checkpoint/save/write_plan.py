@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from penstock.checkpoint.files.tensors import FileLayout, TensorEntry, name_of_type
 from penstock.errors import UsageError
-from penstock.files.tensors import FileLayout, TensorEntry, name_of_type
 
 
 class WritePlan(NamedTuple):

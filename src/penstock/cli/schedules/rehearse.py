@@ -54,7 +54,7 @@ def rehearse(
     limit, share = amount("--timeout", timeout), amount("--jitter", jitter)
     schedule = read_proved(source, sizes)
     costs = given.read(schedule.stages)
-    from penstock.rehearsal.rehearse import rehearse as run  # loads torch and greenlet
+    from penstock.tools.rehearsal.rehearse import rehearse as run  # loads torch and greenlet
 
     with working(f"rehearsing {source}"):
         what: dict[str, Any] = {"seed": seed, "faults": faults, "steps": steps, "jitter": share, "timeout": limit}

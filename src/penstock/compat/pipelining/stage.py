@@ -21,11 +21,11 @@ from torch.utils import _pytree as pytree
 from penstock.compat.pipelining.chunks import ByChunk
 from penstock.compat.pipelining.errors import TooManyRanks
 from penstock.errors import ModelError, UsageError
-from penstock.group.agreement import agree
-from penstock.messages.collective import all_gather
 from penstock.model.original.wrappers import FSDP, wrappings
 from penstock.model.part import hang
+from penstock.parallel.group.agreement import agree
 from penstock.rules import check_count, is_index
+from penstock.runtime.messages.collective import all_gather
 
 DTENSOR_MODULE = "torch.distributed.tensor"  # slow to import; who has made a DTensor has imported it
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.compat.gpipe import gpipe
+from penstock.compat.gpipe.arguments import CALL_RULES, as_devices
 from penstock.compat.torchgpipe.batchnorm import DeferredBatchNorm
 from penstock.compat.torchgpipe.errors import BalanceError, TooFewDevicesError, WrongTypeError
 from penstock.compat.torchgpipe.skip import verify_skippables
 from penstock.devices import accelerator
 from penstock.errors import ModelError
-from penstock.gpipe import gpipe
-from penstock.gpipe.arguments import CALL_RULES, as_devices
 from penstock.model.cut import cut_model
 from penstock.model.staged_model import StagedModel
 from penstock.rules import check_rules

@@ -28,12 +28,12 @@ from penstock.integrations.lightning.example import example_batch
 from penstock.integrations.lightning.steps import TRAINING, ModuleSteps, follow_log, joined_logs, number_of
 from penstock.integrations.model_state import load_own
 from penstock.integrations.optimizer_state import OptimizerState
-from penstock.messages.collective import all_gather
 from penstock.parallel.mesh import Axes, mesh
 from penstock.pipeline import Pipeline
 from penstock.pipeline.model_state.carry import carry
 from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Microbatches
+from penstock.runtime.messages.collective import all_gather
 from penstock.schedule import Schedule, family
 
 __all__ = ["PipelineStrategy"]

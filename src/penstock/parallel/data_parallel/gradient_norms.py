@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from penstock.optim.norms import PartialNorm, join_partial, local_of, norm_of
 from penstock.parallel.axis_link import AxisLink
+from penstock.runtime.optim.norms import PartialNorm, join_partial, local_of, norm_of
 
 
 class SpreadNorms:

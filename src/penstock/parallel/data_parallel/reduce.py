@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from penstock.errors import ModelError
-from penstock.optim.norms import like, local_of
 from penstock.parallel.axis_link import AxisLink
+from penstock.runtime.optim.norms import like, local_of
 from penstock.schedule import Op, Schedule
 
 BUCKET_BYTES = 25 * 2**20

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
-from penstock.optim.norms import local_of
 from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.data_parallel.reduce import Reducer
 from penstock.parallel.tensor_parallel.spread import plain_parameters
 from penstock.runtime.batch.comparison import different_batches
 from penstock.runtime.batch.fingerprint import alike, sample
 from penstock.runtime.engine.executor import Executor
+from penstock.runtime.optim.norms import local_of
 
 CHANGED = "step() after a change of requires_grad"
 SAMPLE = 8  # numbers of a parameter

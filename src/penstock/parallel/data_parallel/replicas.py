@@ -21,16 +21,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
 from penstock.errors import ModelError, PeerFailure, UsageError
-from penstock.group.agreement import agree
-from penstock.optim.norms import local_of
 from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.data_parallel.gradient_norms import SpreadNorms
 from penstock.parallel.data_parallel.reduce import Reducer, make_equal, part_of
 from penstock.parallel.data_parallel.replica_checks import ReplicaChecks
 from penstock.parallel.data_parallel.sharded import Sharder
+from penstock.parallel.group.agreement import agree
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import EndedStep, ReplicaReport, StepReport, failure_of, replica_report
+from penstock.runtime.optim.norms import local_of
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.schedule import Action, Op, Schedule, insert_shards
 

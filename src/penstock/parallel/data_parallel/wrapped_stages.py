@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from penstock.errors import UsageError
-from penstock.optim.norms import PartialNorm, join_partial, norm_of
 from penstock.parallel.data_parallel.reduce import part_of
 from penstock.parallel.data_parallel.sharded import add_up, forget_gradients
 from penstock.runtime.engine.replication import Replication
+from penstock.runtime.optim.norms import PartialNorm, join_partial, norm_of
 from penstock.schedule import Action, Op, Schedule
 
 _ENGINE = torch.autograd.Variable._execution_engine

@@ -20,11 +20,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.files.adapters import ADAPTER_WEIGHTS, is_adapter, merged, stored_names
+from penstock.checkpoint.files.pretrained_writing import (
+    file_names,
+    parts_of,
+    write_configs,
+    write_index,
+    write_tokenizer,
+)
+from penstock.checkpoint.files.tensors import FileLayout, TensorEntry, streamed, sync_directory, write_file
 from penstock.errors import CheckpointError, PeerFailure, UsageError
-from penstock.files.adapters import ADAPTER_WEIGHTS, is_adapter, merged, stored_names
-from penstock.files.pretrained_writing import file_names, parts_of, write_configs, write_index, write_tokenizer
-from penstock.files.tensors import FileLayout, TensorEntry, streamed, sync_directory, write_file
-from penstock.group.agreement import in_words
+from penstock.parallel.group.agreement import in_words
 from penstock.pipeline.model_state.full_tensors import WholeModel
 from penstock.rules import is_count
 

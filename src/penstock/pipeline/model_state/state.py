@@ -15,8 +15,12 @@ from torch import Tensor, nn
 from penstock.errors import ModelError, UsageError
 from penstock.model.lazy import Init, is_lazy, materialise
 from penstock.model.original.placeholders import Home
-from penstock.optim.groups import group_parameters
-from penstock.optim.norms import (
+from penstock.pipeline.deployment import Deployment
+from penstock.pipeline.model_state.full_tensors import WholeModel
+from penstock.pipeline.model_state.other_ranks import OtherRanksValues
+from penstock.runtime.loss.module import LOSS
+from penstock.runtime.optim.groups import group_parameters
+from penstock.runtime.optim.norms import (
     NormAnswer,
     check_finite,
     check_limit,
@@ -26,13 +30,9 @@ from penstock.optim.norms import (
     scale_down,
     sparse_gradient,
 )
-from penstock.pipeline.deployment import Deployment
-from penstock.pipeline.model_state.full_tensors import WholeModel
-from penstock.pipeline.model_state.other_ranks import OtherRanksValues
-from penstock.runtime.loss.module import LOSS
 
 if TYPE_CHECKING:
-    from penstock.optim.scaler import LossScale
+    from penstock.runtime.optim.scaler import LossScale
 
 
 class ModelState:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.devices import on_accelerator
-from penstock.messages import plain
 from penstock.runtime.batch.microbatch import Shared
+from penstock.runtime.messages import plain
 
 WHOLE = 1 << 16  # bytes of a tensor that count in every step
 SAMPLE = 256  # numbers of a larger one

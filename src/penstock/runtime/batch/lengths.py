@@ -20,10 +20,10 @@ from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
-from penstock.messages import plain
 from penstock.rules import is_count
 from penstock.runtime.batch.microbatch import Dims, Splitter
 from penstock.runtime.batch.outputs import merge
+from penstock.runtime.messages import plain
 
 Label = str | int
 

@@ -16,11 +16,11 @@ import torch
 
 from penstock.devices import as_caller, has_accelerator, on_accelerator
 from penstock.errors import PeerFailure
-from penstock.messages.clock import daemon
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.recorder import WallStart
 from penstock.runtime.engine.report import StepReport
 from penstock.runtime.engine.step_input import StepInput
+from penstock.runtime.messages.clock import daemon
 from penstock.runtime.transport import ThreadTransport, Transport
 from penstock.runtime.transport.failure.peer_failures import whole_again
 from penstock.schedule import Schedule

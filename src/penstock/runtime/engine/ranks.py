@@ -22,7 +22,6 @@ from penstock.errors import RunError, UsageError
 from penstock.model.original.changes import Changes
 from penstock.model.part import StagePart
 from penstock.model.staged_model import StagedModel
-from penstock.optim.precision import Precision, caller_precision, empty_cache
 from penstock.runtime.backward.saved_graph import own_by_hook
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.mailbox import Mailbox
@@ -31,6 +30,7 @@ from penstock.runtime.engine.recorder import WallStart
 from penstock.runtime.engine.report import StepReport
 from penstock.runtime.engine.stage import Stage
 from penstock.runtime.engine.step_input import Refused, StepInput
+from penstock.runtime.optim.precision import Precision, caller_precision, empty_cache
 from penstock.runtime.state.dual_levels import notice_dual_levels
 from penstock.runtime.state.randomness import (
     Compute,

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from penstock.errors import PeerFailure
-from penstock.optim.norms import norm_of
 from penstock.runtime.engine.report import EndedStep, ReplicaReport, StepReport
+from penstock.runtime.optim.norms import norm_of
 from penstock.schedule import Action, Schedule
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MessageError, ModelError, PeerFailure, RunError, UsageError
-from penstock.messages import plain
 from penstock.runtime.batch.comparison import Readers, different_batches, left_out, unlike
 from penstock.runtime.batch.fingerprint import BatchFingerprint, FingerprintedBatch, Key
 from penstock.runtime.engine.recorder import WallStart
+from penstock.runtime.messages import plain
 from penstock.runtime.transport import Transport
 from penstock.runtime.transport.failure.peer_failures import with_report
 from penstock.schedule import Action, Span

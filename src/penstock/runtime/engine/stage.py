@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 from penstock.devices import has_accelerator
 from penstock.errors import ModelError, RunError
 from penstock.model.part import OUTPUT, StagePart
-from penstock.optim.precision import Precision
 from penstock.runtime.backward.deferred_weights import DeferredWeights
 from penstock.runtime.backward.deferring_mode import DeferrableParameters, DeferringMode
 from penstock.runtime.backward.saved_graph import FreshGradients, RunBackward, SavedGraph, ends_of_graph
 from penstock.runtime.loss.module import StageAndLoss
+from penstock.runtime.optim.precision import Precision
 from penstock.runtime.state.batch_norm import Statistics, whole_norms
 from penstock.runtime.state.ownership import GuardedPart, check_unwritten, versions
 from penstock.runtime.state.phase import IN_TLS, NOW, Phase

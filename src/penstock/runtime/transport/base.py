@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.errors import PeerFailure
-from penstock.messages.clock import CLOCK, Clock
+from penstock.runtime.messages.clock import CLOCK, Clock
 from penstock.runtime.transport.channel import Channel, ChannelEnds
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.schedule import Action
@@ -109,7 +109,7 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, value: Any) -> list[Any]:
-        """Give a small plain value (see `messages/plain`) to every rank and get every rank's. Ends the step.
+        """Give a small plain value (see `runtime/messages/plain`) to every rank and get every rank's. Ends the step.
 
         If any rank has lost a peer, all ranks raise the same `PeerFailure` instead; so they do where they are in
         different calls.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 from penstock.errors import MessageError, PeerFailure, RunError, UsageError
-from penstock.messages import plain
+from penstock.runtime.messages import plain
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.errors import REBUILD, PeerFailure
-from penstock.messages import plain
+from penstock.runtime.messages import plain
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.peer_failures import (
     after_loss,

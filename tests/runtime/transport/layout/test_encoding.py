@@ -10,7 +10,7 @@ import torch
 from faults.bombs import Bomb, loads_of
 
 from penstock.errors import MessageError
-from penstock.messages import plain
+from penstock.runtime.messages import plain
 from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.layout import Layout, flatten
 from penstock.runtime.transport.shared_memory.meeting import Address

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MessageError, UsageError
-from penstock.messages import plain
+from penstock.runtime.messages import plain
 from penstock.runtime.transport.channel import ChannelEnds
 from penstock.runtime.transport.distributed.transfers import BackendTransfers
 from penstock.runtime.transport.interrupts import uninterrupted

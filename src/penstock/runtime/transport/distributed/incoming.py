@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MessageError, PeerFailure
-from penstock.messages.secret import has_secret
+from penstock.runtime.messages.secret import has_secret
 from penstock.runtime.transport.channel import Channel, Incoming, name_message
 from penstock.runtime.transport.distributed.messages import (
     CHANGED,

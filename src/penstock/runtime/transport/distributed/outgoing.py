@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import PeerFailure, UsageError
-from penstock.messages import plain
-from penstock.messages.secret import FILE_VARIABLE, has_secret
+from penstock.runtime.messages import plain
+from penstock.runtime.messages.secret import FILE_VARIABLE, has_secret
 from penstock.runtime.state.ownership import version_of
 from penstock.runtime.transport.channel import Channel, Outgoing
 from penstock.runtime.transport.distributed.device_link import Payload

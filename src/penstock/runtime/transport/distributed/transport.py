@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import MessageError, PeerFailure, UsageError
-from penstock.messages.clock import CLOCK, Clock
+from penstock.runtime.messages.clock import CLOCK, Clock
 from penstock.runtime.transport.base import Transport, Where, nowhere
 from penstock.runtime.transport.channel import Channel, ChannelEnds, check_channels
 from penstock.runtime.transport.distributed.exchange import Exchange, Exchanged, Posted

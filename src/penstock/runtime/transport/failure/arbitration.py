@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from penstock.errors import PeerFailure
-from penstock.messages.clock import Clock
+from penstock.runtime.messages.clock import Clock
 from penstock.runtime.transport.failure.blame import Excused, State, excused, judge
 from penstock.runtime.transport.failure.bulletin import Bulletin
 from penstock.runtime.transport.failure.notes import Alarm

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from time import monotonic
 
-from penstock.messages.secret import CODE_BYTES, code_of, is_ours
+from penstock.runtime.messages.secret import CODE_BYTES, code_of, is_ours
 from penstock.runtime.transport.own_socket import OwnSocket, path_of
 
 MOST_DATAGRAMS = 1000  # So many are taken for old at once.

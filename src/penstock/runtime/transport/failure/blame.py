@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from penstock.errors import PeerFailure
-from penstock.messages import plain
+from penstock.runtime.messages import plain
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.peer_failures import located, lost_source, lost_target
 from penstock.schedule import Action

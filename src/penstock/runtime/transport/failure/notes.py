@@ -11,8 +11,8 @@ import base64
 from typing import Any, NamedTuple
 
 from penstock.errors import PeerFailure
-from penstock.messages import plain
-from penstock.messages.secret import signed, unsigned
+from penstock.runtime.messages import plain
+from penstock.runtime.messages.secret import signed, unsigned
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.schedule import Action
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 
 from penstock.errors import REBUILD, PeerFailure
-from penstock.messages import plain
+from penstock.runtime.messages import plain
 from penstock.runtime.transport.channel import Channel
 from penstock.schedule import Action
 

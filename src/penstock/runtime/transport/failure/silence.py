@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from penstock.messages.clock import CLOCK
+from penstock.runtime.messages.clock import CLOCK
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.bulletin import Bulletin
 from penstock.runtime.transport.failure.notes import read, write

@@ -36,8 +36,8 @@ from contextlib import suppress
 from typing import Any
 
 from penstock.errors import PeerFailure, RunError
-from penstock.messages.clock import CLOCK, Clock, Event
-from penstock.messages.store import Asker, NoAnswer
+from penstock.runtime.messages.clock import CLOCK, Clock, Event
+from penstock.runtime.messages.store import Asker, NoAnswer
 from penstock.runtime.transport.compiling import is_compiling
 from penstock.runtime.transport.failure.arbitration import MOST_SECONDS, STATE_SECONDS, Arbitration
 from penstock.runtime.transport.failure.bell import Bell

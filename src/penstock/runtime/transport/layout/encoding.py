@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import MessageError, UsageError
-from penstock.messages import plain
-from penstock.messages.secret import signed, unsigned
+from penstock.runtime.messages import plain
+from penstock.runtime.messages.secret import signed, unsigned
 from penstock.runtime.transport.layout.tensor_places import Slot
 
 _PLAIN, _PICKLED = b"J", b"P"

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any, NoReturn
 
 from penstock.errors import PeerFailure
-from penstock.messages import plain
+from penstock.runtime.messages import plain
 from penstock.runtime.transport.channel import Outgoing, QueuedIncoming, name_message
 from penstock.runtime.transport.distributed.incoming import DistributedIncoming
 from penstock.runtime.transport.distributed.outgoing import DistributedOutgoing

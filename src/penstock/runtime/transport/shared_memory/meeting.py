@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.errors import MessageError
-from penstock.messages.secret import CODE_BYTES, code_of, is_ours
-from penstock.messages.store import Asker
+from penstock.runtime.messages.secret import CODE_BYTES, code_of, is_ours
+from penstock.runtime.messages.store import Asker
 from penstock.runtime.transport.failure import notes
 from penstock.runtime.transport.forks import close_in_forks
 from penstock.runtime.transport.own_socket import OwnSocket, path_of

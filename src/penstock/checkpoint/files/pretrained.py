@@ -1,0 +1,220 @@
+"""A folder that transformers' `save_pretrained` has written, read tensor by tensor.
+
+No process reads more than it asks for: names, shapes and types come from the headers of the files, and a tensor goes
+from its file into the memory that is there for it in pieces. safetensors maps a file into memory, and pages that were
+read stay in this process until the file is closed; so a file is opened for one piece and closed again, and what a rank
+needs is its own tensors plus one piece.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from penstock.checkpoint.files.adapters import is_adapter, name_without_adapter
+from penstock.checkpoint.files.conversions import Conversion, convert_names
+from penstock.checkpoint.files.tensors import TYPES, open_tensors
+from penstock.checkpoint.files.weights import INDEX, WEIGHTS, no_weights
+from penstock.errors import FileError, UsageError
+from penstock.reading import open_plain, read_json
+
+MOST_INDEX = 2**28  # bytes; of a million tensors it has half of that
+PIECE = 4 * 2**20  # bytes of a tensor that are in memory beside the tensor itself
+ENDS = 2**20  # bytes of a file's beginning and end that tell it from others
+SHOWN = 8  # names in an error
+_DTYPES = {name: dtype for dtype, name in TYPES.items()}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor is, its shape and its type."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class PretrainedFolder:
+    """The weights in a folder that `save_pretrained` has written, for `Pipeline(..., init=PretrainedFolder(path))`.
+
+    Each process reads only the tensors of its own stages. Weights in one file and in several are both read.
+
+    Args:
+        folder: The folder, with `model.safetensors` or with `model.safetensors.index.json` and the files it names.
+        file: The name of the only file, where it is another one.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], file: str = WEIGHTS) -> None:
+        self.folder = Path(folder)
+        self._file = file
+        self.tensors = dict(self._stored())
+        self._places: dict[str, str] = {}  # names that a tensor has in the model, and not in the file
+        # By name in the model: tensors that are stored otherwise.
+        self._conversions: dict[str, Conversion] = {}
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
+        """Fill a tensor with the values that are stored under its name.
+
+        Args:
+            name: The name in the model.
+            tensor: The tensor to fill; values are converted to its dtype.
+        """
+        stored_as = self._places.get(name, name)
+        if stored_as in self._conversions:
+            with torch.no_grad():
+                tensor.copy_(self._conversions[stored_as].make(self._read)[stored_as])
+            return
+        stored = self.tensors.get(stored_as)
+        if stored is None:
+            raise UsageError(
+                f"{self.folder} has no tensor {name}; it has, for one, {', '.join(list(self.tensors)[:3])}"
+            )
+        if stored.shape != tuple(tensor.shape):
+            raise UsageError(f"{self.folder}: {name} has shape {stored.shape}, and {tuple(tensor.shape)} in the model")
+        with torch.no_grad():
+            for begin, end in _pieces(tensor):
+                with self._open(stored.file) as file:
+                    if end is None:
+                        tensor.copy_(file.get_tensor(stored_as))
+                    else:
+                        tensor[begin:end].copy_(file.get_slice(stored_as)[begin:end])
+
+    def fit(self, model: nn.Module) -> None:
+        """Compare names and shapes with a model of transformers, and read the buffers that are stored.
+
+        Adapters that were put into the model are left out, and what they were put around is found under its old name.
+
+        Args:
+            model: The model, with or without values. A parameter that is in several places may be stored once.
+        """
+        own: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
+        state = {name_without_adapter(name): value for name, value in own.items() if not is_adapter(name)}
+        self._places = {name: name_without_adapter(name) for name in own}
+        stored_as, shapes = self._find(model, state)
+        places: dict[int, list[str]] = {}
+        for name, value in state.items():
+            places.setdefault(id(value), []).append(name)
+        missing, wrong = [], []
+        for names in places.values():
+            found = next((name for name in names if name in stored_as), None)
+            if found is None:
+                missing.append(names[0])
+                continue
+            self._places |= {name: stored_as[found] for name, plain in self._places.items() if plain in names}
+            if shapes[found] != tuple(state[found].shape):
+                wrong.append(f"{found} {shapes[found]}, not {tuple(state[found].shape)}")
+        missing = _without(missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+        used = {*stored_as.values(), *(name for each in self._conversions.values() for _, name in each.sources)}
+        unknown = _without((name for name in self.tensors if name not in used), ignored)
+        kinds = {"missing": missing, "unknown": unknown, "of another shape": wrong}
+        if any(kinds.values()):
+            raise UsageError(
+                f"{self.folder} does not have the weights of {type(model).__name__}: {_listed(kinds)}. Its config.json "
+                f'must be that of the weights; model.init = "random" starts without weights'
+            )
+        for name, buffer in state.items():
+            if not isinstance(buffer, nn.Parameter):
+                self(name, buffer)
+
+    def _find(self, model: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+        """Find, by name in the model, under which name a tensor is stored, or made by a conversion; and its shape
+        there.
+        """
+        stored_as, conversions = convert_names(model, state, self.tensors)
+        shapes = {name: self.tensors[stored].shape for name, stored in stored_as.items()}
+        self._conversions = {}
+        for conversion in conversions:
+            made = conversion.make(lambda name: torch.empty(self.tensors[name].shape, device="meta"))
+            self._conversions |= dict.fromkeys(made, conversion)
+            shapes |= {name: tuple(value.shape) for name, value in made.items()}
+            stored_as |= {name: name for name in made}
+        return stored_as, shapes
+
+    def _read(self, name: str) -> Tensor:
+        with self._open(self.tensors[name].file) as file:
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
+
+    def fingerprint(self) -> str:
+        """Return what distinguishes these weights from others: of every file its size, its beginning and its end."""
+        mark = 0
+        for name in self._files():
+            with open(open_plain(self.folder / name), "rb") as file:
+                for begin in (0, max(0, os.fstat(file.fileno()).st_size - ENDS)):
+                    file.seek(begin)
+                    mark = zlib.crc32(file.read(ENDS) + str(begin).encode(), mark)
+        return f"{mark:08x}"
+
+    def _stored(self) -> Iterator[tuple[str, StoredTensor]]:
+        for file in self._files():
+            with self._open(file) as opened:
+                for name in opened.keys():  # noqa: SIM118  (no mapping)
+                    found = opened.get_slice(name)
+                    dtype = _DTYPES.get(found.get_dtype())
+                    if dtype is None:
+                        raise UsageError(f"{self.folder / file}: {name} is of type {found.get_dtype()}, not read here")
+                    yield name, StoredTensor(file, tuple(found.get_shape()), dtype)
+
+    def _files(self) -> list[str]:
+        if (self.folder / self._file).is_file() or self._file != WEIGHTS:
+            return [self._file]
+        if not (self.folder / INDEX).is_file():
+            raise UsageError(no_weights(self.folder))
+        try:
+            named = set(read_json(self.folder / INDEX, most=MOST_INDEX)["weight_map"].values())
+        except (KeyError, AttributeError, TypeError) as error:
+            raise UsageError(f"{self.folder / INDEX} is no index of weights: {error!r}") from error
+        odd = [name for name in named if not isinstance(name, str) or Path(name).name != name]
+        if odd:
+            raise UsageError(f"{self.folder / INDEX} names {odd[0]!r}, which is not a file of the same folder")
+        return sorted(named)
+
+    def _open(self, file: str) -> Any:
+        try:
+            return open_tensors(self.folder / file)
+        except FileNotFoundError as error:
+            raise UsageError(f"{self.folder / file}: there is no such file; copy it again") from error
+        except FileError:
+            raise
+        except SafetensorError as error:
+            path = self.folder / file
+            raise UsageError(
+                f"{path} ({path.stat().st_size:,} bytes) cannot be read, as if it were incomplete: {error}; copy it "
+                f"again"
+            ) from error
+        except OSError as error:
+            raise UsageError(f"{self.folder / file} cannot be read: {error.strerror}") from error
+
+
+def _pieces(tensor: Tensor) -> Iterator[tuple[int, int | None]]:
+    """Yield rows of a tensor that are read at a time; (0, None) for all of it."""
+    size = tensor.numel() * tensor.element_size()
+    if not tensor.dim() or size <= PIECE:
+        yield 0, None
+        return
+    rows = max(1, tensor.shape[0] * PIECE // (2 * size))  # a slice is a copy of the pages that it was read from
+    for begin in range(0, tensor.shape[0], rows):
+        yield begin, min(begin + rows, tensor.shape[0])
+
+
+def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
+
+
+def _listed(kinds: Mapping[str, list[str]]) -> str:
+    """List the names of each kind that has any."""
+    return "; ".join(
+        f"{what} {', '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}"
+        for what, names in kinds.items()
+        if names
+    )

@@ -1,0 +1,30 @@
+"""Where a launched rank begins, and what it is told.
+
+The launcher loads this file too, and waits while ranks work. What they work with (the pipeline, models, checkpoints) is
+loaded once, by the server that they are forked from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.tools.train.config.settings import TrainConfig
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process is told; it travels to it pickled."""
+
+    config: TrainConfig
+    resume_command: str  # the command that goes on with this run
+    resumed: bool = False  # there was such a run before
+    launcher: int = 0  # the process that all ranks end with
+
+
+def enter(job: Job) -> int:
+    """Train as a launched rank; the exit code."""
+    from penstock.tools.train.worker import (
+        train_launched,  # as slow to load as torch, for the launcher; here it is loaded
+    )
+
+    return train_launched(job)

@@ -1,0 +1,149 @@
+"""One optimizer step of a run on this rank: its passes, clipping and the update.
+
+A step whose loss or gradients are inf or NaN must not reach the weights: it is left out, or it ends the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from penstock.checkpoint.files.adapters import is_adapter
+from penstock.pipeline import StepResult
+from penstock.tools.train.config.device import device_of
+from penstock.tools.train.config.source import HUGGINGFACE
+from penstock.tools.train.data.batch import DataBatch
+from penstock.tools.train.loss import shares_of
+from penstock.tools.train.models.huggingface import is_pretrained
+from penstock.tools.train.overlapped import Trained, train_overlapped
+from penstock.tools.train.run.memory import MemoryWatch
+from penstock.tools.train.run_state import RunState
+from penstock.tools.train.updates.nonfinite import NonFinite, find_culprit
+
+OVERFLOWS = 40  # in fp16: halvings of the scale, in a row, from 2^16 to where nothing is left of a gradient
+
+
+class TrainingSteps:
+    """Trains step after step; `say` takes lines for the user."""
+
+    def __init__(self, state: RunState, say: Callable[[str], None]) -> None:
+        self.skips = 0  # steps in a row that were left out
+        self.mark = 0  # a checksum of what the last step was given
+        self.memory = MemoryWatch(state.pipe, state.optimizer, state.average)
+        self._state, self._config, self._say = state, state.config, say
+
+    def train(self, step: int) -> Trained:
+        """Forward, backward and update, after `step` steps."""
+        with self.memory.step():
+            return self._train(step)
+
+    def train_ahead(self, step: int, count: int) -> Iterator[Trained]:
+        """So many steps that overlap, after `step` steps."""
+        self.mark = 0
+        batches = ((self.mine(batch), self._shares([batch])[0]) for batch in self._batches(step, count))
+        for number, trained in enumerate(train_overlapped(self._state, batches), 1):
+            if trained.updated:
+                self.skips = 0
+            else:
+                self._leave_out(step + number, trained.loss, trained.norm, None)
+            yield trained
+
+    def mine(self, batch: DataBatch) -> DataBatch:
+        """This replica's rows."""
+        mesh = self._state.pipe.composition.axes.mesh
+        return batch if mesh is None else batch.share(mesh.get_local_rank("dp"), self._config.mesh.replicas)
+
+    def _batches(self, begin: int, count: int) -> Iterator[DataBatch]:
+        for number in range(begin, begin + count):
+            batch = self._state.data.at(number)
+            self.mark = batch.mark(self.mark)
+            yield batch if device_of(self._config) is None else batch.pinned()
+
+    def _train(self, step: int) -> Trained:
+        state, passes = self._state, self._config.training.accumulate
+        self.mark = 0
+        batches = list(self._batches(step * passes, passes))
+        shares = self._shares(batches)
+        loss, run = 0.0, 0
+        for batch, share in zip(batches, shares, strict=True):
+            if math.isfinite(loss):  # else the step is lost
+                result = self._pass(batch, share)
+                loss += math.nan if result.loss is None else result.loss.item()
+                run += 1
+        norm = self._clip()
+        lr = state.optimizer.param_groups[-1]["lr"]  # of those without a rate of their own
+        if not math.isfinite(loss) or not (math.isfinite(norm) or self._scale_falls()):
+            self._leave_out(step + 1, loss, norm, lambda: self._pass(batches[run - 1], shares[run - 1]))
+        elif state.scaler is not None:
+            state.scaler.step(state.optimizer)  # which leaves out what overflowed
+        else:
+            state.optimizer.step()
+        updated = math.isfinite(loss) and math.isfinite(norm)
+        if updated:
+            self.skips = 0
+            if state.average is not None:
+                state.average.update()
+        if state.scaler is not None:
+            state.scaler.update()
+        state.rate.step()
+        state.optimizer.zero_grad()
+        state.pipe.zero_grad()
+        return Trained(loss, norm, lr, sum(batch.tokens for batch in batches), updated)
+
+    def _shares(self, batches: list[DataBatch]) -> list[dict[str, Any]]:
+        """What each pass of a step counts in it, for the loss; of the rows of all replicas."""
+        return shares_of(self._state.pipe.loss_fn, [batch.target for batch in batches])
+
+    def _pass(self, batch: DataBatch, share: dict[str, Any]) -> StepResult:
+        mine = self.mine(batch)
+        return self._state.pipe.step(*mine.args, target=mine.target, loss_kwargs=share, **mine.kwargs)
+
+    def _clip(self) -> float:
+        self.memory.see_gradients()
+        pipe, clip = self._state.pipe, self._config.optimizer.clip
+        if self._state.scaler is not None:
+            self._state.scaler.unscale_(self._state.optimizer)
+        return (pipe.grad_norm() if clip is None else pipe.clip_grad_norm_(clip)).item()
+
+    def _scale_falls(self) -> bool:
+        """In fp16, gradients that overflow are how the right scale is found; not for ever, though."""
+        if self._state.scaler is None or self.skips >= OVERFLOWS:
+            return False
+        self.skips += 1
+        return True
+
+    def _leave_out(self, step: int, loss: float, norm: float, again: Callable[[], StepResult] | None) -> None:
+        """Leave a step out, or end the run; `again` repeats the pass that went wrong, where that can be."""
+        self.skips += 1
+        options = self._config.training
+        what = f"the loss is {loss:.6g}" + (f", the norm of the gradients {norm}" if math.isfinite(loss) else "")
+        if options.nonfinite == "skip" and self.skips <= options.most_skips:
+            self._say(f"step {step}: {what}; the step is left out ({self.skips} in a row)")
+            return
+        what += f" in {self.skips} steps in a row" if self.skips > 1 else ""
+        remedy = "resume with pipeline.overlap_steps=false to be told which module it comes from"
+        if again is not None:
+            if self._state.scaler is not None:
+                self._state.scaler.update()
+            culprit = find_culprit(self._state.pipe, again)
+            what += f". First bad: {culprit.words}"
+            remedy = "lower optimizer.lr or optimizer.clip"
+            if culprit.parameter and self.skips == step:  # no step has changed a weight
+                raise NonFinite(f"step {step}: {what}. {self._beginning(culprit.parameter)}")
+        raise NonFinite(
+            f"step {step}: {what}. The newest checkpoint is from before it; {remedy}, or set training.nonfinite=skip "
+            f"to leave such steps out"
+        )
+
+    def _beginning(self, parameter: str) -> str:
+        """Where a parameter that was bad from the start has its values from, and what to do about it."""
+        adapter, source = self._config.lora.adapter, self._config.model.source
+        if adapter is not None and is_adapter(parameter):
+            return f"The adapter in {adapter} holds it (lora.adapter); take one that was saved before that"
+        if is_pretrained(self._config):
+            return (
+                f"The weights in {source.removeprefix(HUGGINGFACE)} hold it, before any training; write that folder "
+                f'again, or start without its weights by model.init = "random"'
+            )
+        return f"The model begins with it: model.source is {source}"

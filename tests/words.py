@@ -24,28 +24,28 @@ _VERBS = """
     Abort Accept Accumulate Act Add Adjust Adopt Advance Agree Align Allocate Allow Alternate Announce Answer Append
     Apply Arrange Ask Assemble Assert Assign Attach Average Await Balance Begin Bind Block Bound Break Bring Broadcast
     Build Cache Calibrate Call Cancel Capture Carry Cast Catch Change Check Choose Clamp Classify Clean Clear Clip Clone
-    Close Collect Combine Commit Compare Compile Complete Compose Compress Compute Concatenate Confirm Connect Construct
-    Consume Continue Convert Copy Correct Count Cover Create Cut Deal Decide Declare Decode Decorate Defer Delay
-    Delegate Delete Deliver Deny Depend Derive Describe Detach Detect Determine Discard Discover Distribute Divide Do
-    Double Draw Drive Drop Emit Enable Encode End Enforce Enter Enumerate Escape Estimate Evaluate Exchange Exclude
-    Execute Exit Expand Expect Explain Export Extend Extract Fail Feed Fetch Fill Filter Find Finish Fit Flatten Flush
-    Fold Follow Forbid Force Forget Fork Format Forward Free Freeze Gather Generate Get Give Go Group Guard Guess Hand
-    Handle Hash Have Hide Hold Identify Ignore Import Include Increase Infer Inform Initialise Insert Inspect Install
-    Interpolate Interpret Interrupt Introduce Invert Invite Iterate Join Judge Keep Kill Label Launch Lay Lead Learn
-    Leave Let Limit Link List Listen Load Lock Look Lower Make Map Mark Mask Match Mean Measure Meet Merge Mirror
-    Modify Move Multiply Name Narrow Normalise Note Notify Observe Obtain Offer Open Order Overlap Pack Pad Pair Parse
-    Partition Pass Pause Pay Perform Permit Pin Place Plan Plot Point Poll Pop Populate Post Predict Prefer Prefix
-    Prepare Present Preserve Press Prevent Price Print Probe Process Produce Promise Propagate Propose Protect Prove
-    Provide Publish Pull Push Put Query Queue Quote Raise Rank Re-raise Reach Read Rebalance Rebuild Receive Recognise
-    Recompute Reconstruct Record Recover Reduce Refer Refuse Register Rehearse Reject Release Remember Remove Rename
-    Render Repair Repeat Replace Replay Report Represent Request Require Reserve Reset Reshape Resize Resolve Respond
-    Restart Restore Restrict Resume Retry Return Reuse Reverse Rewrite Roll Rotate Round Run Sample Save Scale Scan
-    Schedule Score Search See Seed Select Send Separate Serialise Serve Set Settle Share Shift Show Shrink Shuffle
-    Shut Sign Simulate Skip Slice Solve Sort Specify Split Spread Stack Stand Start State Stay Step Stop Store Stream
-    Strip Substitute Subtract Suggest Sum Summarise Surround Suspend Swap Sweep Switch Synchronise Take Tell Terminate
-    Test Tie Time Total Trace Track Train Transform Translate Traverse Treat Trim Truncate Try Turn Undo Unlock Unpack
-    Unwrap Update Use Validate Verify Visit Wait Wake Walk Warm Warn Watch Weigh Widen Withdraw Withhold Work Wrap Write
-    Yield Zero
+    Close Collate Collect Combine Commit Compare Compile Complete Compose Compress Compute Concatenate Confirm Connect
+    Construct Consume Continue Convert Copy Correct Count Cover Create Cut Deal Decide Declare Decode Decorate Defer
+    Delay Delegate Delete Deliver Deny Depend Derive Describe Detach Detect Determine Discard Discover Distribute Divide
+    Do Double Draw Drive Drop Emit Enable Encode End Enforce Enter Enumerate Escape Estimate Evaluate Exchange Exclude
+    Execute Exit Expand Expect Explain Export Extend Extract Fail Feed Fetch Fill Filter Find Fingerprint Finish Fit
+    Flatten Flush Fold Follow Forbid Force Forget Fork Format Forward Free Freeze Gather Generate Get Give Go Group
+    Guard Guess Hand Handle Hash Have Hide Hold Identify Ignore Import Include Increase Infer Inform Initialise Insert
+    Inspect Install Interpolate Interpret Interrupt Introduce Invert Invite Iterate Join Judge Keep Kill Label Launch
+    Lay Lead Learn Leave Let Limit Link List Listen Load Lock Log Look Lower Make Map Mark Mask Match Mean Measure Meet
+    Merge Mirror Modify Move Multiply Mute Name Narrow Normalise Note Notify Observe Obtain Offer Open Order Overlap
+    Pack Pad Pair Parse Partition Pass Pause Pay Perform Permit Pin Place Plan Plot Point Poll Pop Populate Post Predict
+    Prefer Prefix Prepare Present Preserve Press Prevent Price Print Probe Process Produce Promise Propagate Propose
+    Protect Prove Provide Publish Pull Push Put Query Queue Quote Raise Rank Re-raise Reach Read Rebalance Rebuild
+    Receive Recognise Recompute Reconstruct Record Recover Reduce Refer Refuse Register Rehearse Reject Release Remember
+    Remove Rename Render Renumber Repair Repeat Replace Replay Report Represent Request Require Reserve Reset Reshape
+    Resize Resolve Respond Restart Restore Restrict Resume Retry Return Reuse Reverse Rewrite Roll Rotate Round Run
+    Sample Save Scale Scan Schedule Score Search See Seed Select Send Separate Serialise Serve Set Settle Share Shift
+    Show Shrink Shuffle Shut Sign Simulate Skip Slice Solve Sort Specify Spend Split Spread Stack Stand Start State Stay
+    Step Stop Store Stream Strip Substitute Subtract Suggest Sum Summarise Surround Suspend Swap Sweep Switch
+    Synchronise Take Tell Terminate Test Tie Time Total Trace Track Train Transform Translate Traverse Treat Trim
+    Truncate Try Turn Undo Unlock Unpack Unwrap Update Use Validate Verify Visit Wait Wake Walk Warm Warn Watch Weigh
+    Widen Withdraw Withhold Work Wrap Write Yield Zero
 """
 _CONNECTIVES = """
     after and as at because before behind between but by else except for from if in instead into is it its like nor of

@@ -124,7 +124,7 @@ def _train(config: TrainConfig, items: list[str], resume: bool, fresh: bool, ver
 
         if verbose:
             write(f"{torchrun_command(config, items)}\n")
-        return launch(Job(config, resume_command, resume), _say)
+        return launch(Job(config, resume_command, resume), _notify)
     finally:
         lock.free()
 
@@ -137,7 +137,7 @@ def _train_here(config: TrainConfig, resume_command: str, stop: Stop, resume: bo
         return train_here(Job(config, resume_command, resume), stop)
 
 
-def _say(text: str) -> None:
+def _notify(text: str) -> None:
     with suppress(OSError):  # a terminal that was closed; the ranks still finish their step and save
         write(f"penstock: {text}", sys.stderr)
 

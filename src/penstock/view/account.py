@@ -31,7 +31,7 @@ class RankAccount:
     rank: int
     whole: float
     compute: Mapping[Op, float]
-    waiting: Mapping[int, float]  # by the rank that was waited for
+    waiting: Mapping[int, float]  # Indexed by the rank that was waited for.
     sends: float
     reduction: float
     optimizer: float
@@ -43,7 +43,7 @@ class RankAccount:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Every part by its name, those of nothing left out but for the computes."""
+        """Return every part by its name, those of nothing left out but for the computes."""
         found = {op.name: time for op, time in self.compute.items()}
         found |= {f"wait for rank {peer}": time for peer, time in sorted(self.waiting.items())}
         rest = {"sends": self.sends, "reduction": self.reduction, "optimizer": self.optimizer, "host": self.host}
@@ -70,7 +70,7 @@ class Account:
     @cached_property
     def findings(self) -> tuple[Any, ...]:
         """What could be gained where, largest first; see `advice.Suggestion`."""
-        from penstock.view.advice import findings  # which reads accounts
+        from penstock.view.advice import findings  # It reads accounts itself.
 
         return findings(self)
 
@@ -92,7 +92,7 @@ class Account:
         return f"{first}; as measured: {self.advice}"
 
     def path_shares(self) -> dict[str, float]:
-        """What the critical path is made of: time by rank, and between ranks."""
+        """Sum what the critical path is made of: time by rank, and between ranks."""
         found: dict[str, float] = defaultdict(float)
         for span in self.critical_path:
             found[f"rank {span.rank}"] += span.length
@@ -115,7 +115,7 @@ class Account:
         return "\n".join(self.lines())
 
     def lines(self) -> Iterator[str]:
-        """The books as text: a line for each rank, the critical path, the advice."""
+        """Yield the books as text: a line for each rank, the critical path, the advice."""
         unit = self.timeline.unit
         for entry in self.ranks:
             parts = ", ".join(
@@ -128,14 +128,14 @@ class Account:
 
 
 def account(timeline: Timeline) -> Account:
-    """The books of a recorded or simulated step."""
+    """Keep the books of a recorded or simulated step."""
     walls = timeline.walls or tuple(_walls(timeline))
     last = max(range(len(walls)), key=lambda rank: walls[rank].end)
     return Account(timeline, tuple(_rank(timeline, rank, walls, last) for rank in range(timeline.ranks)))
 
 
 def _walls(timeline: Timeline) -> Iterator[Wall]:
-    """Of a simulation: from the first start to the last end, for every rank."""
+    """Derive the walls of a simulation: from the first start to the last end, for every rank."""
     end = timeline.start + timeline.makespan
     for row in timeline.by_rank:
         yield Wall(timeline.start, row[-1].end if row else timeline.start, end)
@@ -165,7 +165,7 @@ def _rank(timeline: Timeline, rank: int, walls: tuple[Wall, ...], last: int) -> 
                 waiting[maker.rank] += span.wait
     edges = [wall.start + wall.optimizer, *(edge for span in events for edge in (span.start - span.wait, span.end))]
     host += sum(max(0.0, after - before) for before, after in zip(edges[::2], edges[1::2], strict=False))
-    sends += max(0.0, wall.end - edges[-1])  # until the last message had left
+    sends += max(0.0, wall.end - edges[-1])  # The last message had left then.
     if last != rank:
         waiting[last] += max(0.0, walls[last].end - wall.end)
     host += max(0.0, wall.done - walls[last].end)

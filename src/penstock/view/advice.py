@@ -22,11 +22,11 @@ from penstock.view.figures import percent, time_text
 if TYPE_CHECKING:
     from penstock.view.account import Account
 
-WORTH = 0.03  # of the step: less is noise
-SLOWER = 1.08  # than the others, to be called slow
+WORTH = 0.03  # Less of the step is noise.
+SLOWER = 1.08  # A stage or rank is called slow from this ratio to the others on.
 SLOW_LINK = 2.0
 ENOUGH = 3  # messages that were waited for, before a link is judged by its fastest one
-MOST_SPANS = 50_000  # of a run whose schedule is tried against others
+MOST_SPANS = 50_000  # A run with more spans is not tried with other schedules.
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Suggestion:
 
 
 def findings(books: Account) -> tuple[Suggestion, ...]:
-    """Everything that is worth a repair, what to fix first in front."""
+    """Return everything that is worth a repair, what to fix first in front."""
     timeline = books.timeline
     if not timeline.spans or not books.whole:
         return ()
@@ -75,7 +75,7 @@ class _Trial:
         self.now = self._price(self.costs, self.edges)
 
     def _edge(self, edge: tuple[int, int]) -> float:
-        """The slower way of an edge, where somebody waited for it; else the usual hop."""
+        """Return the slower way of an edge, where somebody waited for it; else the usual hop."""
         rank_of = self.schedule.placement.rank_of
         if rank_of(edge[0]) == rank_of(edge[1]):
             return 0.0
@@ -90,7 +90,7 @@ class _Trial:
         return (self.now - self._price(costs, edges)) / self.books.whole
 
     def stages(self) -> Iterator[Suggestion]:
-        """A stage, or all stages of a rank, slower than the others; repaired: all even."""
+        """Suggest about a stage, or all stages of a rank, slower than the others; repaired: all even."""
         count, placement = self.schedule.stages, self.schedule.placement
         by_op = [self.costs.per_stage(name, count) for name in ("forward", "input", "weight")]
         times = [sum(parts) for parts in zip(*by_op, strict=True)]
@@ -114,7 +114,7 @@ class _Trial:
                 yield Suggestion("stage", fact, "a better balance", gain)
 
     def links(self) -> Iterator[Suggestion]:
-        """A way from rank to rank much slower than the others; repaired: like the others."""
+        """Suggest about a way from rank to rank much slower than the others; repaired: like the others."""
         rank_of = self.schedule.placement.rank_of
         by_way: dict[tuple[int, int], list[float]] = defaultdict(list)
         for (source, target), times in self.waited.items():
@@ -125,7 +125,7 @@ class _Trial:
         slow = max(middles, key=lambda way: middles[way])
         others = [time for way, time in middles.items() if way != slow]
         usual = statistics.median(others) if others else 0.0
-        faster = middles[slow] - usual  # for each message; what held up a few of them is not the link's doing
+        faster = middles[slow] - usual  # What held up a few messages is not the link's doing.
         repaired = {
             edge: max(0.0, time - faster) if {rank_of(edge[0]), rank_of(edge[1])} == set(slow) else time
             for edge, time in self.edges.items()
@@ -141,7 +141,7 @@ class _Trial:
             yield Suggestion("link", fact, "faster links, or smaller messages,", gain, at_most=True)
 
     def overheads(self) -> Iterator[Suggestion]:
-        """Time that is spent neither computing nor waiting."""
+        """Suggest about time that is spent neither computing nor waiting."""
         ranks = [entry for entry in self.books.ranks if entry.whole]
         for kind, remedy in (
             ("host", "preparing batches ahead, or larger microbatches,"),
@@ -156,7 +156,7 @@ class _Trial:
             yield Suggestion(kind, fact, remedy, share / 2, at_most=True)
 
     def schedules(self) -> Iterator[Suggestion]:
-        """Other families of the same stages, and the same one with twice the microbatches."""
+        """Try other families of the same stages, and the same one with twice the microbatches."""
         schedule, idle = self.schedule, self.books.timeline.bubble
         fact = f"the schedule leaves ranks idle for {percent(idle)} of the time"
         yield from (

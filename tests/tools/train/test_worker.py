@@ -119,9 +119,9 @@ def test_ranks_that_were_given_other_batches_are_named() -> None:
     trainer.processes = SimpleNamespace(exchange=lambda mine: [mine, (False, 1, other.mark())])  # type: ignore[assignment]
     trainer.state = SimpleNamespace(data=SimpleNamespace(words="mine:data"))  # type: ignore[assignment]
     with pytest.raises(ModelError, match="mine:data: in step 5, rank 1 was given another batch than rank 0"):
-        trainer._tell(False)
+        trainer._agree(False)
     trainer.steps.mark = other.mark()
-    assert trainer._tell(True)[0]
+    assert trainer._agree(True)[0]
 
 
 def test_sigterm_and_a_closed_terminal_ask_to_stop_as_ctrl_c_does() -> None:

@@ -80,7 +80,7 @@ class _Action(NamedTuple):
             ) from None
 
 
-Orders = Mapping[int, Sequence[Any]]  # by rank: actions, ours or torch's, or None
+Orders = Mapping[int, Sequence[Any]]  # Indexed by rank; actions are ours or torch's, or None.
 
 
 def _of(action: Action) -> _Action:
@@ -91,12 +91,12 @@ def _of(action: Action) -> _Action:
 
 
 def orders_of(schedule: Schedule) -> dict[int, list[_Action | None]]:
-    """A schedule as torch keeps it."""
+    """Return a schedule as torch keeps it."""
     return {rank: [None if each is None else _of(each) for each in row] for rank, row in enumerate(schedule.rows)}
 
 
 def schedule_of(orders: Orders, microbatches: int | None, name: str, *, full_backward: bool = True) -> Schedule:
-    """What torch keeps, as a schedule.
+    """Make a schedule of what torch keeps.
 
     Without `full_backward` it is in torch's older notation for zero bubble, in which `B` is the backward for the
     inputs alone, and `I` here.
@@ -113,14 +113,14 @@ def schedule_of(orders: Orders, microbatches: int | None, name: str, *, full_bac
 
 
 def _format_pipeline_order(pipeline_order: Orders, error_step_number: int | None = None) -> str:
-    """The order as a grid: a row per time step, a column per rank, under the rank's own number."""
+    """Draw the order as a grid: a row per time step, a column per rank, under the rank's own number."""
     return grid(pipeline_order, error_step_number) + "\n"
 
 
 def grid(
     orders: Orders, error_step: int | None = None, error_rank: int | None = None, around: int | None = None
 ) -> str:
-    """An order as text. The failing step's row is marked, and in it the failing rank's cell, as `[1F0]`.
+    """Draw an order. The failing step's row is marked, and in it the failing rank's cell, as `[1F0]`.
 
     `around` leaves all rows out but so many before and after the failing step.
     """
@@ -151,7 +151,7 @@ def grid(
 
 @contextmanager
 def failures_in_grid(name: str, program: Schedule | None) -> Iterator[None]:
-    """A failure inside gets a note: the schedule's name, and the rows of the program around the failing action."""
+    """Add a note to a failure inside: the schedule's name, and the rows of the program around the failing action."""
     try:
         yield
     except PeerFailure as error:

@@ -43,7 +43,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         stages: Sequence[_PipelineStageBase],
         n_microbatches: int,
         loss_fn: Callable[..., Any] | None,
-        specs: tuple[Any, Any, Any],  # of positional inputs, of keyword inputs and of outputs
+        specs: tuple[Any, Any, Any],  # Specs of positional inputs, of keyword inputs and of outputs.
         scale_grads: bool,
     ) -> None:
         own = list(stages) if isinstance(stages, Sequence) else []
@@ -82,7 +82,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         if built and op is not Op.F and not op.is_sharding:
             raise UsageError(f"stages {built} have a dw_builder, which a custom function for {op} would leave out")
         if op.is_sharding and op not in self._functions:
-            self.close()  # its order gets such actions
+            self.close()  # The order of the pipeline gets such actions.
         self._functions[op] = custom_function
         if self._pipe is not None:
             self._pipe.register(op, custom_handler(self, custom_function))
@@ -110,7 +110,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         check_options(self.options)
         options, wrapped = self.options, False
         if first.pipe is not None:
-            wrapped = any(wrappings(module) for module in modules)  # which the modules that run know nothing of
+            wrapped = any(wrappings(module) for module in modules)  # The modules that run do not know it.
             modules = first.pipe.model
             split = replace(options.get("batch_options", BatchOptions()), inputs="first")
             options = {**first.pipe.cut, "keep_model": True, **options, "batch_options": split}
@@ -211,12 +211,12 @@ class _PipelineSchedule(Ordered, CustomFunctions):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """A step on microbatches that are split already."""
+        """Run a step on microbatches that are split already."""
         split = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
         return self.step(losses=losses, return_outputs=return_outputs, loss_kwargs=loss_kwargs, **split)
 
     def _trains(self) -> bool:
-        """Whether `step` has a backward."""
+        """Return whether `step` has a backward."""
         return self._loss_fn is not None and (self.family is None or FAMILIES[self.family].trains)
 
     def _run(
@@ -266,7 +266,7 @@ class _PipelineSchedule(Ordered, CustomFunctions):
     def _prepared(
         self, call: str, whole: StepArguments, split: Microbatched, losses: Any, loss_kwargs: Any
     ) -> StepArguments:
-        """What the pipeline is called with on this rank, for a batch or one that is split; refuses what cannot run."""
+        """Prepare the pipeline's arguments on this rank, of a batch or one that is split; refuse what cannot run."""
         batches = self.pipeline.batches
         batches.dims = {}
         args, kwargs, target = whole

@@ -29,7 +29,7 @@ class Running:
     def __init__(self, action: Action, context: Context) -> None:
         self.action = action
         self.context = context
-        self.outputs: dict[tuple[int, int], Any] = {}  # by stage and microbatch
+        self.outputs: dict[tuple[int, int], Any] = {}  # Indexed by stage and microbatch.
         self._here, self._lock = False, Lock()
 
     def fetch(self) -> None:
@@ -39,10 +39,10 @@ class Running:
                 self.context.fetch(self.action)
                 self._here = True
 
-    wait = fetch  # in the place of torch's work handles
+    wait = fetch  # It stands in the place of torch's work handles.
 
     def part(self, ops: Sequence[Op], stage: int, microbatch: int) -> Action:
-        """The half of the action, or all of it, that does this."""
+        """Return the half of the action, or all of it, that does this."""
         for part in self.action.parts():
             if part.op in ops and (part.stage, part.microbatch) == (stage, microbatch):
                 return part
@@ -82,7 +82,7 @@ class ByChunk:
         kwargs: Mapping[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        """The forward of a microbatch, and its loss on the last stage."""
+        """Run the forward of a microbatch, and its loss on the last stage."""
         batch = self._now.context.batch
         given, named = batch.args[fwd_chunk_id], batch.kwargs[fwd_chunk_id]
         same = self.stage_index > 0 or (len(args) == len(given) and all(map(operator.is_, args, given)))
@@ -103,7 +103,7 @@ class ByChunk:
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """The backward of a microbatch: all of it, or that for the inputs."""
+        """Run the backward of a microbatch: all of it, or that for the inputs."""
         part = self._now.part(BACKWARDS, self.stage_index, bwd_chunk_id)
         if full_backward != (part.op is Op.B):
             raise UsageError(f"backward_one_chunk(full_backward={full_backward}), but the order has {part}")
@@ -115,24 +115,24 @@ class ByChunk:
         self._now.compute(part)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The rest of a backward that was for the inputs."""
+        """Run the rest of a backward that was for the inputs."""
         self._now.compute(self._now.part((Op.W,), self.stage_index, bwd_chunk_id))
 
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """Nothing to do: a stage on the same rank finds it."""
+        """Check the value: a stage on the same rank finds it by itself."""
         self._now.made(prev_stage_outputs, self.stage_index - 1, mb_index)
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Any, ...]:
-        """Nothing to see: a stage on the same rank finds the gradients."""
+        """Return nothing: a stage on the same rank finds the gradients."""
         return ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Any, ...], mb_index: int) -> None:
-        """Nothing to do, as long as it is what `get_local_bwd_output` gave."""
+        """Refuse anything but what `get_local_bwd_output` gave: gradients are found without it."""
         if next_stage_bwd_outputs != ():
             raise UsageError("a stage on the same rank finds the gradients by itself; others cannot be set")
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Nothing to do: losses are scaled, once, and not gradients."""
+        """Leave gradients alone: losses are scaled, once."""
 
 
 class CustomFunctions:
@@ -142,16 +142,16 @@ class CustomFunctions:
 
     def __init__(self) -> None:
         self.fwd_recv_ops, self.bwd_recv_ops = Receives(self, (Op.F,)), Receives(self, BACKWARDS)
-        self.backward_counter: Counter[int] = Counter()  # for functions to count in; reset by every step
+        self.backward_counter: Counter[int] = Counter()  # Functions count in it; every step resets it.
 
     def _maybe_compute_loss(
         self, stage: Any, output: Any, target_mbs: Any, mb_index: int, loss_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Nothing to do: the last stage's forward has."""
+        """Check the output: the last stage's forward has computed the loss."""
         stage._now.made(output, stage.stage_index, mb_index)
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
-        """The loss that the forward of this microbatch computed; None where this stage computes none."""
+        """Return the loss that the forward of this microbatch computed; None where this stage computes none."""
         losses: Mapping[int, Tensor] = stage._now.context.losses
         if not stage.is_last or not losses:
             return None
@@ -162,7 +162,7 @@ class CustomFunctions:
         return losses[mb_index]
 
     def _assert_unsharded(self, stage: Any) -> None:
-        """Nothing to do: a compute waits until its stage is whole."""
+        """Leave it: a compute waits until its stage is whole."""
 
 
 class Receives:

@@ -32,7 +32,7 @@ class TensorChunkSpec:
 
     @staticmethod
     def from_tuple(chunk_dims: Sequence[int]) -> Any:
-        """One spec per positional argument; nested tuples are followed.
+        """Make one spec per positional argument; nested tuples are followed.
 
         Args:
             chunk_dims: The dimension of each argument.
@@ -41,7 +41,7 @@ class TensorChunkSpec:
 
     @staticmethod
     def from_dict(chunk_dims: Mapping[str, int]) -> Any:
-        """One spec per keyword argument.
+        """Make one spec per keyword argument.
 
         Args:
             chunk_dims: The dimension of each argument, by name.
@@ -65,7 +65,7 @@ sum_reducer = _CustomReducer(torch.tensor(0.0, device="cpu"), torch.add)
 
 
 def dims_of(spec: Any) -> Any:
-    """A spec, or a tree of them, as a tree of dimensions: None where nothing is cut. torch's own classes count too."""
+    """Turn a spec, or a tree of them, into dimensions: None where nothing is cut. torch's own classes count too."""
     if spec is None or spec is _Replicate or type(spec).__name__ == "_Replicate":
         return None
     if hasattr(spec, "split_dim"):
@@ -94,7 +94,7 @@ def check_specs(args_chunk_spec: Any, kwargs_chunk_spec: Any) -> None:
 def batch_dims(
     args: Sequence[Any], kwargs: Mapping[str, Any], args_chunk_spec: Any, kwargs_chunk_spec: Any
 ) -> dict[str | int, Any]:
-    """The specs of what this call passes; without a spec all is cut along dimension 0."""
+    """Return the specs of what this call passes; without a spec all is cut along dimension 0."""
     found: dict[str | int, Any] = {}
     if args and args_chunk_spec is not None:
         if len(args_chunk_spec) != len(args):
@@ -112,9 +112,9 @@ def batch_dims(
 def one_each(
     chunks: int, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any, dims: Mapping[str | int, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """torch cuts each value by its own rows, so some have a row for each microbatch, beside a batch of more rows.
+    """Split values that have a row for each microbatch: torch cuts each value by its own rows.
 
-    Those are split here. Whatever else does not fit is left as it is, for the pipeline to refuse.
+    Whatever else does not fit is left as it is, for the pipeline to refuse.
     """
 
     def rows(label: str | int, value: Any) -> int | None:
@@ -143,7 +143,7 @@ class NotPassed:
 def as_arguments(
     chunks: int, arg_mbs: Sequence[Any] | None, kwarg_mbs: Sequence[Any] | None, target_mbs: Sequence[Any] | None
 ) -> tuple[list[Microbatches], dict[str, Microbatches], Microbatches | None]:
-    """A batch that is split already, as a step's arguments; each microbatch has what it was given and no more."""
+    """Turn a batch that is split already into a step's arguments; each microbatch has what it was given and no more."""
     for name, given, kind in (
         ("arg_mbs", arg_mbs, tuple),
         ("kwarg_mbs", kwarg_mbs, dict),
@@ -180,7 +180,7 @@ def split_args_kwargs_into_chunks(
     args_chunk_spec: Any = None,
     kwargs_chunk_spec: Any = None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Arguments into exactly `chunks` pieces each, the first ones a row longer where they do not divide.
+    """Split arguments into exactly `chunks` pieces each, the first ones a row longer where they do not divide.
 
     Here they may have different numbers of rows; a schedule's step takes only what fits together.
     """
@@ -195,7 +195,7 @@ def split_args_kwargs_into_chunks(
 
 
 def _pieces(value: Any, chunks: int, dim: Any) -> list[Any]:
-    """An argument in microbatches. With one dimension for all of it, its tensors may differ in rows."""
+    """Split an argument into microbatches. With one dimension for all of it, its tensors may differ in rows."""
     if not isinstance(dim, int):
         return [each[0] for each in split_batch(chunks, (value,), {}, None, {}, {0: dim}).args]
     leaves, structure = pytree.tree_flatten(value)
@@ -204,7 +204,7 @@ def _pieces(value: Any, chunks: int, dim: Any) -> list[Any]:
 
 
 def merge_chunks(chunks: Sequence[Any], chunk_spec: Any = None) -> Any:
-    """Outputs of microbatches as one: joined along a dimension, folded by a reducer, or itself where all agree."""
+    """Join the outputs of microbatches: along a dimension, by a reducer, or as the one value in which all agree."""
     if not chunks:
         raise UsageError("there are no outputs to merge; pass one for each microbatch")
     if chunk_spec is None:

@@ -19,9 +19,9 @@ Format = Literal["compute_only", "compute_comms"]
 class Ordered:
     """An order of actions for the stages of this rank and of the others."""
 
-    family: str | None = None  # in penstock.schedule; None where the order comes from elsewhere
+    family: str | None = None  # A family of penstock.schedule; None where the order comes from elsewhere.
     _use_full_backward: bool | None = None  # False: in the order, B is the backward for the inputs alone
-    _given_ranks: dict[int, int] | None = None  # of stages, where they were said
+    _given_ranks: dict[int, int] | None = None  # The ranks of stages, where they were passed.
     _n_microbatches: int
 
     def __init__(self, stages: list[_PipelineStageBase]) -> None:
@@ -64,7 +64,7 @@ class Ordered:
             stage.stage_index_to_group_rank = placed
 
     def _schedule(self) -> Schedule:
-        """What runs: the order as it stands now, or with the transfers that it was given."""
+        """Return what runs: the order as it stands now, or with the transfers that it was given."""
         orders: Orders = self.pipeline_order if self._with_comms is None else self._with_comms
         if not orders:
             raise UsageError(f"{type(self).__name__} has no order yet; set pipeline_order, or call _load_csv(file)")
@@ -72,7 +72,7 @@ class Ordered:
         return schedule if self._with_comms is None else schedule.replace(passes=("transfers",))
 
     def _read(self, orders: Orders) -> Schedule:
-        """An order as a schedule, by what `use_full_backward` says about its `B`."""
+        """Read an order as a schedule, by what `use_full_backward` says about its `B`."""
         name = self.family or type(self).__name__
         full = self._use_full_backward is not False
         schedule = schedule_of(orders, self._n_microbatches, name, full_backward=full)
@@ -112,7 +112,7 @@ class Ordered:
             self.pipeline_order, self._with_comms = actions, None
         self._tell_stages(dict(enumerate(schedule.placement)))
 
-    _load_actions = _prepare_schedule_with_comms  # its older name
+    _load_actions = _prepare_schedule_with_comms  # Its older name.
 
     def _dump_csv(self, filename: str, format: Format = "compute_comms") -> None:
         """Write the order, in the dialect that torch and `penstock` read."""
@@ -124,7 +124,7 @@ class Ordered:
         writing.save(filename, rows_to_csv(schedule.rows))
 
     def _check_ranks(self, schedule: Schedule) -> None:
-        """A placement that was passed must be the order's: the order decides."""
+        """Check that a placement that was passed is the order's: the order decides."""
         placed = dict(enumerate(schedule.placement))
         for stage, rank in ({} if self._given_ranks is None else self._given_ranks).items():
             if placed.get(stage) != rank:

@@ -55,7 +55,7 @@ class StageModule(nn.Module):
         self.__dict__["_index"] = index
 
     def train(self, mode: bool = True) -> StageModule:
-        """The mode of the modules that run."""
+        """Set the mode of the modules that run."""
         self.__dict__["_own"].train(mode)
         return super().train(mode)
 
@@ -113,7 +113,7 @@ class Pipe(nn.Module):
         return output if isinstance(output, tuple) else (output,)
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
-        """The module of a stage, with parameters under the model's own names.
+        """Return the module of a stage, with parameters under the model's own names.
 
         Args:
             stage_idx: The stage.
@@ -128,7 +128,7 @@ class Pipe(nn.Module):
         return self._modules_of[stage_idx]
 
     def info(self) -> PipeInfo:
-        """What `build_stage` needs to know."""
+        """Return what `build_stage` needs to know."""
         return PipeInfo(self.num_stages, self.has_loss_and_backward, self)
 
     def build_stage(
@@ -180,7 +180,7 @@ def pipeline(
     return Pipe(module, example, _cut_names(module, example, dict(split_spec or {})))
 
 
-Events = list[tuple[str, str]]  # of one run: "enter" and a module, "use" and a parameter, or SPLIT
+Events = list[tuple[str, str]]  # Events of one run: "enter" and a module, "use" and a parameter, or SPLIT.
 SPLIT = ("split", "")
 
 
@@ -213,7 +213,7 @@ class _Uses(TorchFunctionMode):
 
 
 def _cut_names(module: nn.Module, example: Any, spec: dict[str, SplitPoint]) -> list[str]:
-    """The names of the modules, or parameters, before whose use the cuts are, in the order of the forward."""
+    """Return the names of the modules, or parameters, before whose use the cuts are, in the order of the forward."""
     for name, point in spec.items():
         if name not in dict(module.named_modules()):
             raise UsageError(f"split_spec: {type(module).__name__} has no module {name!r}")
@@ -242,7 +242,7 @@ def _cut_names(module: nn.Module, example: Any, spec: dict[str, SplitPoint]) -> 
 
 
 def _begins(events: Events, place: int, owners: set[str]) -> str | None:
-    """What the stage after a split begins with: the first module or parameter that is used there and not before.
+    """Return what the stage after a split begins with: the first module or parameter that is used only from there on.
 
     Where a stage has only what was used before, it is the first of that, and which time it is.
     """
@@ -261,7 +261,7 @@ def _begins(events: Events, place: int, owners: set[str]) -> str | None:
 
 @contextmanager
 def _logged(module: nn.Module, spec: Mapping[str, SplitPoint], log: Events) -> Iterator[None]:
-    """A context in which calls are logged; everything that the run changes is put back."""
+    """Log the calls inside; everything that the run changes is put back."""
 
     def note(event: tuple[str, str]) -> Callable[..., None]:
         return lambda *_: log.append(event)

@@ -117,7 +117,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
         self.n_local_stages = len(self._stages)
 
     def _validate_and_set_stage_mapping(self, actions: dict[int, list[Any]]) -> None:
-        """With this, torch's schedule classes end their constructors: prove the order, and tell the stages."""
+        """Prove the order and inform the stages: torch's schedule classes end their constructors with this."""
         schedule = self._read(actions)
         check_order(schedule, self.pp_group_size, self._num_stages)
         self._tell_stages(dict(enumerate(schedule.placement)))
@@ -235,7 +235,7 @@ class ScheduleDualPipeV(_Family):
 
 
 def get_schedule_class(schedule_name: str) -> type[_PipelineSchedule]:
-    """The schedule class of that name, in any case.
+    """Return the schedule class of that name, in any case.
 
     Args:
         schedule_name: The name, such as `"1F1B"` or `"Interleaved1F1B"`.

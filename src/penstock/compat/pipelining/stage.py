@@ -135,7 +135,7 @@ class PipelineStage(_PipelineStageBase):
 
 
 def _kinds(value: Any) -> list[tuple[torch.dtype, tuple[int | str, ...]]]:
-    """The types and shapes of all tensors in a value, with a letter for the rows."""
+    """Return the types and shapes of all tensors in a value, with a letter for the rows."""
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     return [(leaf.dtype, ("B", *leaf.shape[1:]) if leaf.dim() else ()) for leaf in tensors]
 
@@ -209,7 +209,7 @@ class RemoteStage(nn.Module):
         raise ModelError("this stage lives on another rank")
 
     def state_dict(self, *_: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """What the stage's own state lists; values that are no parameters take no room."""
+        """Return what the stage's own state lists; values that are no parameters take no room."""
         own = dict(self.named_parameters(remove_duplicate=False))
         found = {} if destination is None else destination
         for name, shape, dtype in self._listed:
@@ -219,7 +219,7 @@ class RemoteStage(nn.Module):
 
 
 HeldParameter = tuple[str, tuple[int, ...], torch.dtype, bool, int]  # name, shape, dtype, trained, which
-HeldTensors = tuple[list[HeldParameter], list[tuple[str, tuple[int, ...], torch.dtype]]]  # and what the state lists
+HeldTensors = tuple[list[HeldParameter], list[tuple[str, tuple[int, ...], torch.dtype]]]  # also what the state lists
 
 
 def _held(module: nn.Module) -> HeldTensors:
@@ -230,14 +230,14 @@ def _held(module: nn.Module) -> HeldTensors:
     state: Mapping[str, Any] = module.state_dict(keep_vars=True)
     listed = [
         (name, tuple(value.shape), value.dtype) for name, value in state.items() if isinstance(value, Tensor)
-    ]  # and no state of another kind
+    ]  # State of another kind is left out.
     return parameters, listed
 
 
 def all_stages(
     stages: Sequence[_PipelineStageBase], check: Callable[[], None], trains: bool
 ) -> tuple[list[nn.Module], bool]:
-    """All ranks' stages in order, with stand-ins for others', and whether any is spread over ranks.
+    """Collect all ranks' stages in order, with stand-ins for others', and whether any is spread over ranks.
 
     Every rank must call it; a refusal by `check` is heard by all. `trains`: whether this rank's step has a backward.
     All must say the same, or some would wait for gradients for ever.

@@ -58,7 +58,7 @@ class TranslatedBatches(Batches):
             )
 
     def _split(self, *given: Any, whole: bool = True) -> Batch:
-        """Ranks in the middle may pass keyword arguments of any rows; what the batch has is for its ends to say."""
+        """Split a batch; its rows are for the end stages to decide: ranks between them may pass any keywords."""
         batch = present(super()._split(*given, whole=whole))
         if not any(index in (0, self.deployment.staged.stages - 1) for index in self.deployment.ranks.modules()):
             batch.rows = None
@@ -78,7 +78,7 @@ class TranslatedBatches(Batches):
         return found
 
     def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
-        """torch gives keyword arguments to the stages of the rank that passes them: one of these takes each."""
+        """Refuse a keyword that no stage of this rank takes: torch gives it to the rank's own stages."""
         own = [self.deployment.staged.parts[index] for index in self.deployment.ranks.modules()]
         for name in kwargs if self.options.inputs == "every" else ():
             if not any(part.takes is None or name in part.takes for part in own):
@@ -90,7 +90,7 @@ class TranslatedBatches(Batches):
         super()._check_keywords(kwargs)
 
     def _fingerprint(self, call: Call) -> FingerprintedBatch | None:
-        """Keyword arguments are each rank's own: torch gives them to the stages of the rank that passes them."""
+        """Fingerprint the batch without keyword arguments, which are each rank's own."""
         return super()._fingerprint(replace(call, kwargs={}))
 
     def _merged(self, outputs: Sequence[Any]) -> Any:
@@ -123,7 +123,7 @@ class Translated(Pipeline):
 
 
 def custom_handler(schedule: Any, function: Callable[[Any, Any], None]) -> Handler:
-    """A function of torch's (action, ctx) as a handler of ours."""
+    """Turn a function of torch's (action, ctx) into a handler of ours."""
 
     def handler(action: Action, context: Context) -> None:
         batch, losses = context.batch, context.losses
@@ -143,7 +143,7 @@ def custom_handler(schedule: Any, function: Callable[[Any, Any], None]) -> Handl
 
 
 def weight_handlers(stages: Sequence[_PipelineStageBase]) -> dict[Op, Handler]:
-    """`dw_builder`: asked after each backward for the inputs; what it returns runs with that microbatch's weights."""
+    """Return handlers that ask `dw_builder` after each backward for the inputs, and run what it returns with `W`."""
     builders = {stage.stage_index: stage.dw_builder for stage in stages if stage.dw_builder is not None}
     if not builders:
         return {}

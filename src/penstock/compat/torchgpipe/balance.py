@@ -31,7 +31,7 @@ SLACK = 0.02  # measured times within this share of each other count as equal
 def balance_by_time(
     partitions: int, module: nn.Sequential, sample: Any, *, timeout: float = 1.0, device: Device | None = None
 ) -> list[int]:
-    """Layers per partition, such that the slowest partition is as fast as possible.
+    """Count layers per partition, such that the slowest partition is as fast as possible.
 
     The layers are measured in rounds, until `timeout` seconds are over.
 
@@ -59,7 +59,7 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: Device | None = None,
 ) -> list[int]:
-    """Layers per partition, such that the largest partition needs as little memory as possible.
+    """Count layers per partition, such that the largest partition needs as little memory as possible.
 
     A layer needs what autograd keeps of one microbatch, and `param_scale` times its parameters.
 

@@ -53,7 +53,7 @@ class DeferredBatchNorm(Deferred):
         self.register_buffer("sum", torch.zeros_like(self.running_mean))  # type: ignore[arg-type]
         self.register_buffer("sum_squares", torch.zeros_like(self.running_var))  # type: ignore[arg-type]
         self.chunks = chunks
-        self._notes: list[Note] = []  # of the batch that goes through, outside of a pipeline
+        self._notes: list[Note] = []  # Notes of the batch that goes through, outside of a pipeline.
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Module.__reduce_ex__(self, protocol)

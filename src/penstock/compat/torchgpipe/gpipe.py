@@ -99,7 +99,7 @@ class GPipe(gpipe.GPipe):
     # -- calls
 
     def forward(self, input: Any) -> Any:
-        """The output for the whole batch: a tensor, or a tuple of tensors, as the input is.
+        """Return the output for the whole batch: a tensor, or a tuple of tensors, as the input is.
 
         Args:
             input: A tensor, or a tuple of tensors.
@@ -112,7 +112,7 @@ class GPipe(gpipe.GPipe):
         return output
 
     def _check_move(self, call: str) -> None:
-        """A device is refused as torchgpipe refuses it: with a `TypeError`."""
+        """Refuse a device as torchgpipe does: with a `TypeError`."""
         raise WrongTypeError(
             f"{call}: GPipe puts each partition on its own device, {', '.join(map(str, self.devices))}; pass devices= "
             f"to GPipe to choose others. to(dtype) is fine"
@@ -124,7 +124,7 @@ class GPipe(gpipe.GPipe):
         return (*super()._what_is_cut(), *self._partitions())
 
     def _cut(self, first: Any) -> StagedModel:
-        """One stage for each partition, which is called as a module: it may have hooks."""
+        """Cut one stage for each partition, which is called as a module: it may have hooks."""
         partitions = self._partitions()
         return cut_model(nn.Sequential(*partitions), len(partitions), balance=[1] * len(partitions))
 
@@ -141,7 +141,7 @@ class _Partitioned(nn.Module):
             each.training = module.training
 
     def forward(self, input: Any) -> Any:
-        """The model without a pipeline."""
+        """Run the model without a pipeline."""
         for partition in self.partitions:
             input = partition(input)
         return input
@@ -164,7 +164,7 @@ def _counts(module: nn.Sequential, balance: Iterable[int]) -> list[int]:
 
 
 def _placed(devices: Iterable[Any] | None, partitions: int) -> list[torch.device]:
-    """A device for each partition; without any said, GPUs, or the CPU where there is none."""
+    """Choose a device for each partition; by default GPUs, or the CPU where there is none."""
     if devices is None:
         devices = range(torch.accelerator.device_count()) if accelerator() else ["cpu"] * partitions
     placed = as_devices(devices) or []
@@ -174,7 +174,7 @@ def _placed(devices: Iterable[Any] | None, partitions: int) -> list[torch.device
 
 
 def _check_value(value: Any, what: str) -> None:
-    """A tensor, or a tuple of such values."""
+    """Check that a value is a tensor, or a tuple of such values."""
     if isinstance(value, tuple):
         for each in value:
             _check_value(each, what)
@@ -185,7 +185,7 @@ def _check_value(value: Any, what: str) -> None:
 
 
 def _scatter(value: Any, chunks: int) -> list[Any]:
-    """The microbatches, as `chunk` makes them; there may be fewer than `chunks`."""
+    """Cut a value into microbatches, as `chunk` does; there may be fewer than `chunks`."""
     leaves, spec = pytree.tree_flatten(value)
     pieces = [leaf.chunk(chunks) for leaf in leaves]
     if len(found := sorted({len(each) for each in pieces})) > 1:
@@ -198,7 +198,7 @@ def _scatter(value: Any, chunks: int) -> list[Any]:
 
 
 def _renumber(model: GPipe, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Keys of another balance have other numbers of partitions; the names of the layers say where they belong."""
+    """Renumber keys of another balance: the names of the layers show which partition they belong to."""
     places = {name: number for number, each in enumerate(model._partitions()) for name in each._modules}
     head = f"{prefix}partitions."
     for key in [key for key in state if key.startswith(head)]:

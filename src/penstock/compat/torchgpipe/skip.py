@@ -90,7 +90,7 @@ class Skippable(DeclaresSkips):
         return self
 
     def namespaced(self, name: str) -> SkipKey:
-        """The key of a name: (namespace, name).
+        """Return the key of a name: (namespace, name).
 
         Args:
             name: The name of a skip.
@@ -98,15 +98,15 @@ class Skippable(DeclaresSkips):
         return self.namespaces.get(name), name
 
     def stashable(self) -> Iterable[SkipKey]:
-        """The keys of what it stashes."""
+        """Return the keys of what it stashes."""
         return map(self.namespaced, sorted(self.stashable_names))
 
     def poppable(self) -> Iterable[SkipKey]:
-        """The keys of what it pops."""
+        """Return the keys of what it pops."""
         return map(self.namespaced, sorted(self.poppable_names))
 
     def forward(self, input: Any) -> Any:
-        """The output of the wrapped forward, with its stashes and pops carried out.
+        """Return the output of the wrapped forward, with its stashes and pops carried out.
 
         Args:
             input: The input of the layer.
@@ -175,7 +175,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
             "__doc__": kind.__doc__,
         }
         found = type(kind.__name__, (Skippable,), members)
-        kind.__qualname__ += ".module_cls"  # its own name is that of the layer now; by this one it can be unpickled
+        kind.__qualname__ += ".module_cls"  # The layer has its own name now; by this one it can be unpickled.
         return found
 
     return declared

@@ -43,7 +43,7 @@ PRICED_AS = {"sgd": "sgd-momentum", "adamw8bit": "adamw"}  # the optimizer whose
 
 
 def gpt_options(config: TrainConfig) -> GPTOptions:
-    """The options of the built-in GPT; its vocabulary follows the tokenizer, unless it is set."""
+    """Return the options of the built-in GPT; its vocabulary follows the tokenizer, unless it is set."""
     options = checked(GPTOptions, config.model.options, "model.options")
     if config.data.tokenizer and "vocabulary" not in config.model.options:
         return replace(options, vocabulary=open_tokenizer(config.data.tokenizer, config.data.end).vocabulary)
@@ -51,7 +51,7 @@ def gpt_options(config: TrainConfig) -> GPTOptions:
 
 
 def build_model(config: TrainConfig) -> tuple[nn.Module, Loss | None]:
-    """The model, with adapters if there are to be some, and its loss where it brings one of its own.
+    """Build the model, with adapters where there are to be some; also return its loss, where it brings one of its own.
 
     Fresh weights are the same on every rank. A model whose weights are in a folder has none yet: `build_pipeline` has
     each rank read its own.
@@ -91,7 +91,7 @@ def build_pipeline(
     mesh: Any = None,
     values: Init | None = None,
 ) -> Pipeline:
-    """The pipeline of a configuration; `batch` shows what the model takes.
+    """Build the pipeline of a configuration; `batch` shows what the model takes.
 
     `values` fills a model that was built without any, in the place of the weights in its folder.
     """
@@ -173,7 +173,7 @@ def _mesh(config: TrainConfig) -> Any:
 
 
 def example_of(batch: DataBatch, microbatches: int) -> tuple[Any, ...] | dict[str, Any]:
-    """The first microbatch, near enough: what the model is looked at with."""
+    """Return about the first microbatch, which a cut looks at the model with."""
 
     def piece(value: Any) -> Any:
         rows = max(1, len(value) // microbatches) if isinstance(value, Tensor) and value.dim() else 0

@@ -123,7 +123,7 @@ def make_plan(config: TrainConfig) -> DryRun:
 
 
 def _second_step(config: TrainConfig, data: DataBatches) -> DataBatch:
-    """The largest batch of the step in which a run counts its activations."""
+    """Return the largest batch of the step in which a run counts its activations."""
     passes = config.training.accumulate
     batches = [data.at(number) for number in range(passes * min(COUNTED, config.training.steps))]
     own = [batch.share(0, config.mesh.replicas) for batch in batches[-passes:]]
@@ -131,7 +131,7 @@ def _second_step(config: TrainConfig, data: DataBatches) -> DataBatch:
 
 
 def memory_notes(config: TrainConfig, data: DataBatches, batch: DataBatch) -> Iterator[str]:
-    """How the memory that was predicted with `batch` may differ from the run's."""
+    """Describe how the memory that was predicted with `batch` may differ from the run's."""
     if config.mesh.tp > 1:
         yield (
             f"activations are an upper bound: tensors inside layers are divided by mesh.tp, {config.mesh.tp}; what "
@@ -152,12 +152,12 @@ def _tensors_in(batch: DataBatch) -> list[Tensor]:
 
 
 def _zeros(name: str, tensor: Tensor) -> None:
-    """In the place of weights that are in a folder: the same shapes."""
+    """Fill in zeros for weights that are in a folder: the shapes are the same."""
     tensor.zero_()
 
 
 def _memory(config: TrainConfig, pipe: Pipeline, peaks: list[StepPeaks] | None, on_device: bool) -> tuple[Memory, ...]:
-    """By rank of one pipeline, the others being alike; ranks that are threads of one process are one row.
+    """Predict the memory of each rank of one pipeline, the others being alike; threads of one process are one row.
 
     On devices, a rank has no more than its tensors there.
     """
@@ -176,7 +176,7 @@ def _memory(config: TrainConfig, pipe: Pipeline, peaks: list[StepPeaks] | None, 
         if peaks is not None:
             active, together = peaks[rank].activations + exchanged, peaks[rank].with_gradients + exchanged
         copy = 0.0
-        if config.checkpoint.async_save and not on_device:  # that copy is in the memory of the host
+        if config.checkpoint.async_save and not on_device:  # On a device, the copy is in the memory of the host.
             copy = (trained if left_out(config) else weights) + state
         rows.append(rank_memory(weights, trained, state, active, alone=0.0, copy=copy, together=together))
     if config.pipeline.workers == "threads" and not on_device:
@@ -191,13 +191,13 @@ def _code_of(pipe: Pipeline) -> list[str]:
 
 
 def _together(rows: list[Memory]) -> Memory:
-    """What several ranks in one process hold, at most."""
+    """Sum what several ranks in one process hold, at most."""
     columns = zip(*map(astuple, rows), strict=True)
     return Memory(*(None if None in column else sum(column) for column in columns))  # type: ignore[arg-type]
 
 
 def _weights(own: list[Holding], config: TrainConfig, divided: set[str]) -> tuple[float, float, float]:
-    """Bytes of parameters and buffers in one process, of those that are trained, and of an average of these."""
+    """Count the bytes of weights and buffers in one process, of those that are trained, and of an average of these."""
     sharded = config.mesh.replicas if config.mesh.replicate == "fsdp" else 1
     weights = trained = average = 0.0
     seen: set[int] = set()
@@ -217,7 +217,7 @@ def _weights(own: list[Holding], config: TrainConfig, divided: set[str]) -> tupl
 
 
 def _divided(config: TrainConfig, pipe: Pipeline) -> set[str]:
-    """The modules whose parameters mesh.tp processes share."""
+    """Return the modules whose parameters mesh.tp processes share."""
     if config.mesh.tp == 1:
         return set()
     model = pipe.deployment.staged.model
@@ -227,7 +227,7 @@ def _divided(config: TrainConfig, pipe: Pipeline) -> set[str]:
 
 
 def _measured(config: TrainConfig, pipe: Pipeline, example: object) -> list[tuple[Weight, ...]] | None:
-    """What the pieces of each stage take, in time and memory; None for a model whose pieces cannot be run alone."""
+    """Measure the pieces of each stage, in time and memory; None for a model whose pieces cannot be run alone."""
     split = pipe.deployment.staged
     if split.weights and any(weight.milliseconds for weight in split.weights):
         return [split.weights_of(stage) for stage in range(split.stages)]

@@ -27,12 +27,12 @@ class Evaluated(NamedTuple):
     """What was found out about a checkpoint."""
 
     step: int
-    losses: list[float]  # of each validation batch
-    loss: float  # of all of them, each by its targets
+    losses: list[float]  # One of each validation batch.
+    loss: float  # The mean of all of them, each by its targets.
 
 
 def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int, averages: bool = True) -> Evaluated:
-    """The loss of a checkpoint on the validation batches; in this process, whatever the saved layout."""
+    """Evaluate a checkpoint on the validation batches; in this process, whatever the saved layout."""
     check_sizes(config, CheckpointContents(checkpoint))
     data = open_data(config)
     model, loss = build_model(config)
@@ -51,7 +51,7 @@ def evaluate_checkpoint(config: TrainConfig, checkpoint: Path, batches: int, ave
 def validation_losses(
     pipe: Pipeline, data: DataBatches, batches: int, own: Callable[[DataBatch], DataBatch]
 ) -> tuple[list[float], float | None]:
-    """The loss of each validation batch, and of all of them, each by its targets; `own` is a replica's share."""
+    """Return the loss of each validation batch, and of all, each by its targets; `own` is a replica's share."""
     losses, mean = [], MeanLoss(pipe.loss_fn)
     for number in range(batches):
         batch = data.validation(number)
@@ -80,7 +80,7 @@ def load_for(config: TrainConfig, checkpoint: Path, pipe: Pipeline, *, averages:
 
 
 def saved_config(checkpoint: Path) -> TrainConfig:
-    """The configuration that a checkpoint was trained with."""
+    """Read the configuration that a checkpoint was trained with."""
     document: Any = read_manifest(checkpoint).config
     if not isinstance(document, dict) or "model" not in document:
         raise UsageError(f"{checkpoint} was not saved by penstock train: it has no configuration in it")

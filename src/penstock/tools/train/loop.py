@@ -1,7 +1,7 @@
 """The training loop of one rank: steps, evaluations, saves, and the reasons to end.
 
 Every rank runs this same code on the same numbers. What only one can do, such as writing lines, rank 0 does; what
-they must decide together, such as stopping, they tell each other once per step.
+they must decide together, such as stopping, they exchange once per step.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Trainer:
         self.config, self.state = state.config, state
         self.checkpointer, self.folder, self.reporter = checkpointer, folder, reporter
         self.processes = Processes(state.pipe, "penstock train")
-        self.steps = TrainingSteps(state, reporter.progress.say)
+        self.steps = TrainingSteps(state, reporter.progress.write)
         self.step = 0  # steps that are done
         self.loss: float | None = None
         self.validation: float | None = None
@@ -56,7 +56,7 @@ class Trainer:
         self._score: float | None = None  # the validation loss of this step, if it was evaluated
         self._saved: int | None = None
         self._base = base_mark(self.config)  # what checkpoints leave out
-        self._memory_by_rank: list[int] = []  # as all ranks last said
+        self._memory_by_rank: list[int] = []  # What all ranks have reported last.
 
     def run(self, start: int, stop: Stop) -> Ending:
         """Train from step `start` to the last one, or until asked to stop."""
@@ -68,12 +68,12 @@ class Trainer:
             while not self._ends and not asked:
                 recordings.begin(self.step + 1)
                 trained = self._train(start, recordings)
-                asked, self._memory_by_rank = self._tell(stop.asked)
+                asked, self._memory_by_rank = self._agree(stop.asked)
                 recorded = recordings.end(self.step, asked)
                 validation = self._evaluate() if self._evaluates(asked) else None
                 best = self._seen(validation)
                 self.loss = trained.loss
-                self.reporter.tell(self.step, trained, self._memory_by_rank, recorded=recorded, validation=validation)
+                self.reporter.report(self.step, trained, self._memory_by_rank, recorded=recorded, validation=validation)
                 due = self._due(self.config.checkpoint.every) or self._ends
                 if not asked and (best or due):
                     self.save(while_best=not due)
@@ -83,7 +83,7 @@ class Trainer:
             self.save()
         self.checkpointer.wait()
         if self.step > start:
-            self._tell_memory()
+            self._report_memory()
         unfinished = self.step < self.config.training.steps
         early = self.stopping.words if unfinished and self.stopping.over else ""
         return Ending(self.step, self.loss, self.validation, unfinished and not early, early)
@@ -130,12 +130,12 @@ class Trainer:
         return not asked and (self._due(every) or (every > 0 and self.step == self.config.training.steps))
 
     def _train(self, start: int, recordings: Recordings) -> Trained:
-        """One step, or some that overlap: all but the last are reported here, and that one is returned."""
+        """Train one step, or some that overlap: all but the last are reported here, and that one is returned."""
         ahead = stretch(self.config, self.step, recordings.unrecorded(self.step + 1, MOST))
         last: Trained | None = None
         for trained in self._steps_ahead(ahead if self.step - start >= COUNTED else 1):
             if last is not None:
-                self.reporter.tell(self.step, last, self._memory_by_rank)
+                self.reporter.report(self.step, last, self._memory_by_rank)
             last = trained
             self.reporter.time(trained)
             self.step += 1
@@ -143,7 +143,7 @@ class Trainer:
         return last
 
     def _steps_ahead(self, count: int) -> Iterator[Trained]:
-        """Memory is counted in the first steps, which end together."""
+        """Train steps that overlap, or one alone: memory is counted in the first steps, which end together."""
         if count > 1:
             yield from self.steps.train_ahead(self.step, count)
         else:
@@ -151,8 +151,8 @@ class Trainer:
 
     # -- between steps
 
-    def _tell(self, asked: bool) -> tuple[bool, list[int]]:
-        """Whether any rank was asked to stop, and every rank's memory; all must have been given the same batch."""
+    def _agree(self, asked: bool) -> tuple[bool, list[int]]:
+        """Return whether any rank was asked to stop, and every rank's memory; all must have the same batch."""
         answers = self.processes.exchange((asked, memory_now(), self.steps.mark))
         other = next((rank for rank, (_, _, mark) in enumerate(answers) if mark != answers[0][2]), None)
         if other is not None:
@@ -163,16 +163,16 @@ class Trainer:
             )
         return any(asked for asked, _, _ in answers), [memory for _, memory, _ in answers]
 
-    def _tell_memory(self) -> None:
-        """What each process holds, by kind: in the folder of the run, and as a table."""
+    def _report_memory(self) -> None:
+        """Report what each process holds, by kind: in the folder of the run, and as a table."""
         rows = [Memory(*each) for each in self.processes.exchange(astuple(self.steps.memory.memory()))]
-        if self.reporter.metrics is not None:  # on the rank that writes
+        if self.reporter.metrics is not None:  # This rank writes.
             write_json(self.folder.memory, memory_document(rows))
         in_threads = len(rows) == 1 and self.config.pipeline.ranks > 1
-        self.reporter.progress.say(f"\n{memory_table(rows, ['all'] if in_threads else None)}")
+        self.reporter.progress.write(f"\n{memory_table(rows, ['all'] if in_threads else None)}")
 
     def _evaluate(self) -> float | None:
-        """The mean loss on batches that are not trained on, with the average of the weights where there is one."""
+        """Compute the mean loss on the validation batches, with the average of the weights where there is one."""
         average = self.state.average
         with nullcontext() if average is None else average.in_place():
             _, self.validation = validation_losses(
@@ -181,7 +181,7 @@ class Trainer:
         return self.validation
 
     def _seen(self, validation: float | None) -> bool:
-        """Whether the weights of this step are the best so far, and are to be saved for that."""
+        """Return whether the weights of this step are the best so far, and are to be saved for that."""
         self._score = validation if validation is not None and math.isfinite(validation) else None
         lowest = validation is not None and self.stopping.see(self.step, validation)
         return lowest and self.config.checkpoint.keep_best

@@ -28,16 +28,16 @@ LossFunction = Callable[..., Any]
 
 
 class StepLoss:
-    """A loss that is told in each pass how much that pass counts in its step."""
+    """A loss that is given in each pass how much that pass counts in its step."""
 
     options = LossOptions()
 
     def shares(self, targets: Sequence[Any]) -> list[dict[str, Any]]:
-        """For each pass of a step, given the targets of all passes: the keyword arguments that say what it counts."""
+        """Return for each pass of a step, given the targets of all, the keyword arguments for what it counts."""
         raise NotImplementedError
 
     def count(self, target: Any) -> float:
-        """What a whole batch counts in a mean over several."""
+        """Return what a whole batch counts in a mean over several."""
         raise NotImplementedError
 
 
@@ -66,7 +66,7 @@ class TokenLoss(StepLoss):
         return (losses / counted).sum() / total
 
     def count(self, target: Any) -> float:
-        """The target tokens that are learned, or the rows that have any."""
+        """Count the target tokens that are learned, or the rows that have any."""
         learned = target != IGNORED
         return float((learned if self.weight == "tokens" else learned.flatten(1).any(1)).sum())
 
@@ -92,7 +92,7 @@ class GivenLoss(StepLoss):
         return loss if divisor == 1 else loss / divisor
 
     def count(self, target: Any) -> float:
-        """The targets that are not ignored, the rows, or nothing that is known: batches count alike."""
+        """Count the targets that are not ignored, or the rows; batches count alike where nothing is known."""
         if self._weight is None:
             return 1.0
         if not isinstance(target, Tensor):
@@ -110,7 +110,7 @@ class GivenLoss(StepLoss):
 
 
 def scores_of(output: Any) -> Tensor:
-    """The scores of tokens in what a model returned."""
+    """Return the scores of tokens in what a model returned."""
     scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if scores is None and isinstance(output, dict):
         scores = output.get("logits")
@@ -134,7 +134,7 @@ def _router_loss(output: Any) -> Tensor:
 
 
 def build_loss(config: TrainConfig, model: nn.Module, own: LossFunction | None, targets: bool) -> LossFunction | None:
-    """The loss of a run. `own` came with the model; without `targets` in the batches, the model returns its loss."""
+    """Build the loss of a run. `own` came with the model; without `targets`, the model returns its loss."""
     options = config.loss
     if options.function:
         function = find_source("loss.function", options.function)
@@ -152,7 +152,7 @@ def build_loss(config: TrainConfig, model: nn.Module, own: LossFunction | None, 
 
 
 def router_coefficient(config: TrainConfig, model: nn.Module) -> float:
-    """How much the router's loss counts; a model that is to return one is told so."""
+    """Return how much the router's loss counts, and have the model return one where it does."""
     shape = getattr(model, "config", None)
     asked = bool(getattr(shape, "output_router_logits", False))
     if config.loss.router is None:
@@ -168,7 +168,7 @@ def router_coefficient(config: TrainConfig, model: nn.Module) -> float:
 
 
 def shares_of(loss: Any, targets: Sequence[Any]) -> list[dict[str, Any]]:
-    """The keyword arguments of a pipeline's loss for each pass of a step; none for a loss that is not from here."""
+    """Return the keyword arguments of a pipeline's loss for each pass of a step; none for a loss of the user's."""
     return loss.shares(targets) if isinstance(loss, StepLoss) else [{} for _ in targets]
 
 

@@ -1,7 +1,7 @@
 """Steps of a training run that overlap: as many at a time as there is nothing else to do between.
 
-Ranks of `Pipeline.train_steps` do not wait for each other. But a run evaluates, saves, records and asks whether it was
-told to stop, and all ranks must be at the same step for that. So the loop trains in stretches: from one such moment to
+Ranks of `Pipeline.train_steps` do not wait for each other. But a run evaluates, saves, records and looks whether it was
+asked to stop, and all ranks must be at the same step for that. So the loop trains in stretches: from one such moment to
 the next, and never longer than `MOST`, so that Ctrl-C is not kept waiting.
 """
 
@@ -30,7 +30,7 @@ class Trained(NamedTuple):
 
 
 def stretch(config: TrainConfig, step: int, unrecorded: int) -> int:
-    """How many steps after `step` may overlap; below 2, none."""
+    """Return how many steps after `step` may overlap; below 2, none."""
     if not config.pipeline.overlap_steps:
         return 0
     rooms = [config.training.steps - step, unrecorded, MOST]
@@ -39,10 +39,11 @@ def stretch(config: TrainConfig, step: int, unrecorded: int) -> int:
 
 
 def train_overlapped(state: RunState, batches: Iterator[tuple[DataBatch, dict[str, Any]]]) -> Iterator[Trained]:
-    """One update per batch, in steps that overlap; with each batch comes what it counts, for the loss."""
+    """Train one update per batch, in steps that overlap; with each batch comes what it counts, for the loss."""
     optimizer, clip = state.optimizer, state.config.optimizer.clip
     given: list[int] = []  # tokens of steps whose results are to come
-    rate = optimizer.param_groups[-1]["lr"]  # of the next update, of groups without a rate of their own
+    # The rate of the next update, for groups without a rate of their own.
+    rate = optimizer.param_groups[-1]["lr"]
 
     def calls() -> Iterator[Call]:
         for batch, share in batches:

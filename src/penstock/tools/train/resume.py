@@ -28,7 +28,7 @@ class Resumed:
     """Where a run goes on, and what was saved beside its tensors."""
 
     step: int = 0
-    path: Path | None = None  # of the checkpoint
+    path: Path | None = None  # The checkpoint's folder.
     extra: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # keys that were changed since
 
@@ -37,7 +37,7 @@ def resume(given: TrainConfig, state: RunState, checkpointer: Checkpointer) -> R
     """Load the newest whole checkpoint, if there is one. `given` is the configuration as it was asked for."""
     processes = Processes(state.pipe, "load()")
     _, found = processes.on_all(lambda: (None, processes.first and checkpointer.latest() is not None))
-    if not found[0]:  # to the first process: another may see a shared folder late
+    if not found[0]:  # The first process decides: another may see a shared folder late.
         return Resumed()
     options = options_of(state.optimizer)
     loaded = _load(given, state, checkpointer)
@@ -51,7 +51,7 @@ def resume(given: TrainConfig, state: RunState, checkpointer: Checkpointer) -> R
 def _load(given: TrainConfig, state: RunState, checkpointer: Checkpointer) -> Loaded:
     try:
         loaded = checkpointer.load(state.pipe, state.optimizer, **state.saved)
-    except CheckpointError as error:  # of another model or optimizer; a damaged one would have been passed over
+    except CheckpointError as error:  # A damaged checkpoint would have been passed over.
         changed = changed_since(RunFolder(Path(given.output)), given)
         keys = f"\nchanged since that checkpoint: {', '.join(changed)}" if changed else ""
         raise UsageError(
@@ -67,7 +67,7 @@ def _load(given: TrainConfig, state: RunState, checkpointer: Checkpointer) -> Lo
 
 
 def changed_since(folder: RunFolder, config: TrainConfig) -> list[str]:
-    """The keys that decide what a checkpoint holds, and that are not as they were when the run was last started."""
+    """Describe the keys that decide what a checkpoint holds, and that have changed since the run was last started."""
     try:
         before = read_json(folder.root / "config.json")
     except OSError:

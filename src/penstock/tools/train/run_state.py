@@ -26,12 +26,12 @@ class RunState:
     data: DataBatches
     optimizer: torch.optim.Optimizer
     rate: LambdaLR
-    scaler: GradScaler | None  # in fp16
-    average: WeightAverage | None  # with training.ema
+    scaler: GradScaler | None  # Only fp16 has one.
+    average: WeightAverage | None  # Only training.ema has one.
 
     @classmethod
     def of(cls, config: TrainConfig, pipe: Pipeline, data: DataBatches) -> RunState:
-        """As a run begins."""
+        """Make the state with which a run begins."""
         optimizer = build_optimizer(config, pipe)
         return cls(
             config,

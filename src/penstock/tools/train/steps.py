@@ -21,17 +21,18 @@ from penstock.tools.train.run.memory import MemoryWatch
 from penstock.tools.train.run_state import RunState
 from penstock.tools.train.updates.nonfinite import NonFinite, find_culprit
 
-OVERFLOWS = 40  # in fp16: halvings of the scale, in a row, from 2^16 to where nothing is left of a gradient
+# Halvings of fp16's scale in a row, from 2^16 to where nothing is left of a gradient.
+OVERFLOWS = 40
 
 
 class TrainingSteps:
-    """Trains step after step; `say` takes lines for the user."""
+    """Trains step after step; `notify` takes lines for the user."""
 
-    def __init__(self, state: RunState, say: Callable[[str], None]) -> None:
+    def __init__(self, state: RunState, notify: Callable[[str], None]) -> None:
         self.skips = 0  # steps in a row that were left out
         self.mark = 0  # a checksum of what the last step was given
         self.memory = MemoryWatch(state.pipe, state.optimizer, state.average)
-        self._state, self._config, self._say = state, state.config, say
+        self._state, self._config, self._notify = state, state.config, notify
 
     def train(self, step: int) -> Trained:
         """Forward, backward and update, after `step` steps."""
@@ -39,7 +40,7 @@ class TrainingSteps:
             return self._train(step)
 
     def train_ahead(self, step: int, count: int) -> Iterator[Trained]:
-        """So many steps that overlap, after `step` steps."""
+        """Train so many steps that overlap, after `step` steps."""
         self.mark = 0
         batches = ((self.mine(batch), self._shares([batch])[0]) for batch in self._batches(step, count))
         for number, trained in enumerate(train_overlapped(self._state, batches), 1):
@@ -50,7 +51,7 @@ class TrainingSteps:
             yield trained
 
     def mine(self, batch: DataBatch) -> DataBatch:
-        """This replica's rows."""
+        """Return this replica's rows."""
         mesh = self._state.pipe.composition.axes.mesh
         return batch if mesh is None else batch.share(mesh.get_local_rank("dp"), self._config.mesh.replicas)
 
@@ -67,16 +68,16 @@ class TrainingSteps:
         shares = self._shares(batches)
         loss, run = 0.0, 0
         for batch, share in zip(batches, shares, strict=True):
-            if math.isfinite(loss):  # else the step is lost
+            if math.isfinite(loss):  # Else the step is lost.
                 result = self._pass(batch, share)
                 loss += math.nan if result.loss is None else result.loss.item()
                 run += 1
         norm = self._clip()
-        lr = state.optimizer.param_groups[-1]["lr"]  # of those without a rate of their own
+        lr = state.optimizer.param_groups[-1]["lr"]  # The rate of groups without one of their own.
         if not math.isfinite(loss) or not (math.isfinite(norm) or self._scale_falls()):
             self._leave_out(step + 1, loss, norm, lambda: self._pass(batches[run - 1], shares[run - 1]))
         elif state.scaler is not None:
-            state.scaler.step(state.optimizer)  # which leaves out what overflowed
+            state.scaler.step(state.optimizer)  # It leaves out what overflowed.
         else:
             state.optimizer.step()
         updated = math.isfinite(loss) and math.isfinite(norm)
@@ -92,7 +93,7 @@ class TrainingSteps:
         return Trained(loss, norm, lr, sum(batch.tokens for batch in batches), updated)
 
     def _shares(self, batches: list[DataBatch]) -> list[dict[str, Any]]:
-        """What each pass of a step counts in it, for the loss; of the rows of all replicas."""
+        """Return what each pass of a step counts in it, for the loss; of the rows of all replicas."""
         return shares_of(self._state.pipe.loss_fn, [batch.target for batch in batches])
 
     def _pass(self, batch: DataBatch, share: dict[str, Any]) -> StepResult:
@@ -107,7 +108,7 @@ class TrainingSteps:
         return (pipe.grad_norm() if clip is None else pipe.clip_grad_norm_(clip)).item()
 
     def _scale_falls(self) -> bool:
-        """In fp16, gradients that overflow are how the right scale is found; not for ever, though."""
+        """Return whether fp16 is searching for its scale, by gradients that overflow; it may do so only so often."""
         if self._state.scaler is None or self.skips >= OVERFLOWS:
             return False
         self.skips += 1
@@ -119,7 +120,7 @@ class TrainingSteps:
         options = self._config.training
         what = f"the loss is {loss:.6g}" + (f", the norm of the gradients {norm}" if math.isfinite(loss) else "")
         if options.nonfinite == "skip" and self.skips <= options.most_skips:
-            self._say(f"step {step}: {what}; the step is left out ({self.skips} in a row)")
+            self._notify(f"step {step}: {what}; the step is left out ({self.skips} in a row)")
             return
         what += f" in {self.skips} steps in a row" if self.skips > 1 else ""
         remedy = "resume with pipeline.overlap_steps=false to be told which module it comes from"
@@ -137,7 +138,7 @@ class TrainingSteps:
         )
 
     def _beginning(self, parameter: str) -> str:
-        """Where a parameter that was bad from the start has its values from, and what to do about it."""
+        """Describe where a parameter that was bad from the start has its values from, and what to do about it."""
         adapter, source = self._config.lora.adapter, self._config.model.source
         if adapter is not None and is_adapter(parameter):
             return f"The adapter in {adapter} holds it (lora.adapter); take one that was saved before that"

@@ -1,7 +1,7 @@
 """What one process of a run does, from its first line to its last.
 
 The same for a rank that `penstock train` launched, a rank of torchrun, and the one process whose ranks are threads:
-build, load the newest whole checkpoint, train, say where things are. A process that fails leaves a note about it
+build, load the newest whole checkpoint, train, report where things are. A process that fails leaves a note about it
 before it goes, because the launcher sees only exit codes, and names the culprit from those notes.
 """
 
@@ -53,13 +53,14 @@ from penstock.tools.train.run_state import RunState
 from penstock.tools.train.updates.nonfinite import NonFinite
 from penstock.writing import create
 
-CONNECT_SECONDS = 30.0  # for ranks that are all there to connect; more where pipeline.timeout is longer
+# Ranks that are all there connect within this time; it is longer where pipeline.timeout is.
+CONNECT_SECONDS = 30.0
 FINAL = 3  # exit code: starting again would end in the same way
 log = logging.getLogger("penstock.train")
 
 
 def train_launched(job: Job) -> int:
-    """What a launched rank does. Returns 0 or 130; anything else ends the process with its own exit code."""
+    """Train as a launched rank. Returns 0 or 130; anything else ends the process with its own exit code."""
     with Stop(*asking(), insists=False) as stop:  # first of all: an interrupt from here on is a request
         os.setpgid(0, 0)  # a terminal's Ctrl-C goes to the launcher, which passes it on, once
         _leave_fork_server()
@@ -79,8 +80,7 @@ def train_launched(job: Job) -> int:
 
 
 def _leave_fork_server() -> None:
-    """The fork server ends when nobody holds the other end of its pipe; ranks are given that end too, to fork from it
-    themselves, so they put it away."""
+    """Close the end of the fork server's pipe that ranks inherit to fork from it: it ends when nobody holds one."""
     server: Any = forkserver._forkserver
     if server._forkserver_alive_fd is not None:
         os.close(server._forkserver_alive_fd)
@@ -129,7 +129,7 @@ def train_as(job: Job, config: TrainConfig, stop: Stop, began: float, *, process
     metrics = Metrics(folder.metrics, start, open_outlets(config, folder.root, start)) if first else None
     progress = Progress(sys.stdout if first else None, config.logging.every)
     for line in _first_lines(job, state, peak if share is not None else "", resumed):
-        progress.say(line)
+        progress.write(line)
     reporter = Reporter(config.training.steps, metrics, progress, share)
     trainer = Trainer(state, checkpointer, folder, reporter)
     trainer.go_on(resumed.extra)
@@ -146,7 +146,7 @@ def train_as(job: Job, config: TrainConfig, stop: Stop, began: float, *, process
     checkpointer.close()
     if first:
         seconds = monotonic() - began
-        progress.say(closing_words(config, folder, ending, checkpointer.latest(), seconds, job.resume_command))
+        progress.write(closing_words(config, folder, ending, checkpointer.latest(), seconds, job.resume_command))
     state.pipe.close()
     return INTERRUPTED if ending.stopped else 0
 
@@ -164,7 +164,7 @@ def _checkpointer(config: TrainConfig, folder: RunFolder) -> Checkpointer:
 
 
 def _first_lines(job: Job, state: RunState, peak: str, resumed: Resumed) -> Iterator[str]:
-    """What a run says before its first step: how it is laid out, or where it goes on."""
+    """Yield what a run reports before its first step: how it is laid out, or where it goes on."""
     if state.config != job.config:
         spare = int(os.environ["WORLD_SIZE"]) - processes_of(state.config)
         others = f"; processes that stand by: {spare}" if spare else ""
@@ -200,7 +200,8 @@ def _group(config: TrainConfig, store: Any, rank: int, count: int) -> Iterator[N
             backends() if device_of(config) else "gloo", store=store, rank=rank, world_size=count, timeout=limit
         )
     yield
-    dist.destroy_process_group()  # only after a run that ended well: else a peer may be stuck in a collective
+    # This comes only after a run that ended well: else a peer may be stuck in a collective.
+    dist.destroy_process_group()
 
 
 def log_as(config: TrainConfig, rank: int) -> None:

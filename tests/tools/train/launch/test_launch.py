@@ -23,7 +23,7 @@ def test_on_a_terminal_there_is_one_line_that_is_redrawn(monkeypatch: pytest.Mon
         progress = Progress(terminal, 100)
         for step in range(1, 4):
             progress.show(StepFigures(step, 9, 1.0 / step, 1e-3, 0.5, 10.0, 1_000_000, None, 3.0))
-        progress.say("something else")
+        progress.write("something else")
         progress.close()
         told = b""
         while b"something else" not in told:  # a terminal hands over what it has so far
@@ -40,11 +40,11 @@ def test_a_reader_that_leaves_ends_the_lines_and_not_the_training() -> None:
     ours, theirs = os.pipe()
     with os.fdopen(theirs, "w", buffering=1) as stream:
         progress = Progress(stream, 1)
-        progress.say("heard")
+        progress.write("heard")
         os.close(ours)
         for step in range(1, 4):
             progress.show(StepFigures(step, 9, 1.0, 1e-3, 0.5, 10.0, 1_000_000, None, 3.0))
-        progress.say("not heard")
+        progress.write("not heard")
         progress.close()
 
 

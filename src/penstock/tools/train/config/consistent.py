@@ -1,4 +1,4 @@
-"""Whether the keys of a configuration go together: what no key's own type can say."""
+"""Whether the keys of a configuration go together: what no key's own type can express."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.tools.train.config.tuning import tuning_faults
 
 
 def check_consistent(config: TrainConfig, origin: str = "the configuration") -> None:
-    """UsageError with everything that does not go together."""
+    """Raise UsageError with everything that does not go together."""
     cut = list(_cut(config))
     _refuse(
         [
@@ -30,7 +30,7 @@ def check_consistent(config: TrainConfig, origin: str = "the configuration") -> 
 
 
 def check_model(config: TrainConfig, origin: str = "the configuration") -> None:
-    """UsageError with what does not go together in the model itself, however it is run."""
+    """Raise UsageError with what does not go together in the model itself, however it is run."""
     _refuse([*_model(config, None)], origin)
 
 
@@ -40,7 +40,7 @@ def _refuse(faults: list[str], origin: str) -> None:
 
 
 def stages_of(config: TrainConfig) -> int:
-    """How many stages there are to be: as asked for, or as many as the schedule's family has by itself."""
+    """Return how many stages there are to be: as asked for, or as many as the schedule's family has by itself."""
     pipeline = config.pipeline
     if pipeline.stages is not None:
         return pipeline.stages
@@ -54,12 +54,12 @@ def stages_of(config: TrainConfig) -> int:
 
 
 def processes_of(config: TrainConfig) -> int:
-    """How many processes a run has: the ranks of a pipeline, for each replica and each part of its tensors."""
+    """Count the processes of a run: the ranks of a pipeline, for each replica and each part of its tensors."""
     return config.pipeline.ranks * config.mesh.replicas * config.mesh.tp
 
 
 def is_schedule_file(schedule: str) -> bool:
-    """Whether pipeline.schedule names a file, and not a family."""
+    """Return whether pipeline.schedule names a file, and not a family."""
     return schedule.lower().endswith((".csv", ".json"))
 
 
@@ -130,7 +130,7 @@ def _numbers(config: TrainConfig) -> Iterator[str]:
 
 
 def _overlap(config: TrainConfig) -> Iterator[str]:
-    """What ends steps on all ranks together, so that they cannot overlap."""
+    """Find what ends steps on all ranks together, so that they cannot overlap."""
     if not config.pipeline.overlap_steps:
         return
     apart = "leave one of them out"

@@ -19,7 +19,7 @@ from penstock.tools.train.config.settings import PipelineOptions, TrainConfig
 
 
 def layout_for(config: TrainConfig, processes: int) -> TrainConfig:
-    """The configuration laid out for the most of so many processes that have a layout; the others stand by.
+    """Lay the configuration out for as many of these processes as have a layout; the others stand by.
 
     UsageError with the numbers that work, if there are too few or more than the full layout has.
     """
@@ -35,7 +35,7 @@ def layout_for(config: TrainConfig, processes: int) -> TrainConfig:
 
 
 def elastic_layouts(config: TrainConfig) -> dict[int, TrainConfig]:
-    """The layouts that a run can have, by their number of processes, the full one first.
+    """Return the layouts that a run can have, by their number of processes, the full one first.
 
     Of several with the same number, the one with the most ranks.
     """
@@ -48,12 +48,12 @@ def elastic_layouts(config: TrainConfig) -> dict[int, TrainConfig]:
 
 
 def describe_layouts(config: TrainConfig) -> str:
-    """The layouts of an elastic run in words."""
+    """Describe the layouts of an elastic run."""
     return ", ".join(f"{count} ({describe_layout(layout)})" for count, layout in elastic_layouts(config).items())
 
 
 def describe_layout(config: TrainConfig) -> str:
-    """What the processes of a run are, in words."""
+    """Describe the processes of a run."""
     ranks, replicas, tp = config.pipeline.ranks, config.mesh.replicas, config.mesh.tp
     parts = [_count(ranks, "rank")]
     parts += [_count(replicas, "replica")] if replicas > 1 else []
@@ -67,7 +67,7 @@ def _count(number: int, what: str, many: str = "s") -> str:
 
 
 def _smaller(config: TrainConfig, ranks: int, replicas: int) -> Iterator[TrainConfig]:
-    """The configuration with so many ranks and replicas, if it can be trained."""
+    """Yield the configuration with so many ranks and replicas, if it can be trained."""
     pipeline = replace(config.pipeline, ranks=ranks)
     if ranks < config.pipeline.ranks:
         if is_schedule_file(pipeline.schedule):
@@ -90,7 +90,7 @@ def _smaller(config: TrainConfig, ranks: int, replicas: int) -> Iterator[TrainCo
 
 
 def _stages(config: TrainConfig, ranks: int) -> int | None:
-    """How many stages fewer ranks have: as many as before, or None for what the schedule's family has by itself."""
+    """Return the stages for fewer ranks: as many as before, or None for what the schedule's family has by itself."""
     before, pipeline = stages_of(config), config.pipeline
     is_fixed = pipeline.stages is not None or isinstance(pipeline.balance, list) or bool(pipeline.split_at)
     same = before % ranks == 0 and _has_room(replace(pipeline, ranks=ranks), before)
@@ -98,7 +98,7 @@ def _stages(config: TrainConfig, ranks: int) -> int | None:
 
 
 def _has_room(pipeline: PipelineOptions, stages: int) -> bool:
-    """Whether the schedule's family places so many stages on these ranks: a V has two on each."""
+    """Return whether the schedule's family places so many stages on these ranks: a V has two on each."""
     if is_schedule_file(pipeline.schedule):
         return True
     return family(pipeline.schedule).layout != "v" or stages == 2 * pipeline.ranks

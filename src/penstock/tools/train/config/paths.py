@@ -19,14 +19,14 @@ NEAR = 3
 
 
 def check_paths(config: TrainConfig, origin: str = "the configuration") -> None:
-    """UsageError with every file and folder that is named and cannot be used."""
+    """Raise UsageError with every file and folder that is named and cannot be used."""
     faults = [*_model(config), *_data(config), *_adapter(config)]
     if faults:
         raise UsageError("\n  ".join([f"{origin}:", *faults]) if len(faults) > 1 else f"{origin}: {faults[0]}")
 
 
 def no_configuration(name: str, known: Sequence[str]) -> str:
-    """The error about a `huggingface:` name that is neither a folder of a model nor a configuration of transformers."""
+    """Describe a `huggingface:` name that is neither a folder of a model nor a configuration of transformers."""
     folder = Path(name)
     if folder.is_dir():
         return f"model.source: the folder {name} has no {CONFIG}; save_pretrained() of a model writes one"
@@ -68,7 +68,7 @@ def _model(config: TrainConfig) -> Iterator[str]:
 
 
 def _models() -> Path | None:
-    """Where transformers keeps its models; it is not loaded for that, which would take seconds."""
+    """Find where transformers keeps its models, without loading it, which would take seconds."""
     found = find_spec("transformers")
     places = [] if found is None else list(found.submodule_search_locations or ())
     return Path(places[0], "models") if places else None
@@ -80,7 +80,7 @@ def _configurations() -> list[str]:
 
 
 def _may_be_configuration(name: str) -> bool:
-    """False only where transformers cannot know the name; what is left in doubt is seen when the model is built."""
+    """Return False only where transformers cannot know the name; what is in doubt is seen when the model is built."""
     models = _models()
     if models is None or (models / name.replace("-", "_")).is_dir():
         return True
@@ -105,7 +105,7 @@ def _data(config: TrainConfig) -> Iterator[str]:
 
 
 def no_tokenizer(path: str) -> str:
-    """The error about a tokenizer that is not there."""
+    """Describe that a tokenizer is not there."""
     return (
         f'data.tokenizer: there is no folder or file "{path}"; name one that tokenizer.save_pretrained has written, or '
         f"a tokenizer.json (nothing is downloaded)"

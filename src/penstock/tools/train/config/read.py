@@ -47,7 +47,8 @@ ELSEWHERE = {  # keys of other trainers, by name
 }
 
 
-MOST = 2**31 - 1  # of a whole number that states no other: far more steps, rows or ranks than anybody has
+# The largest whole number where a key states no other: far more steps, rows or ranks than anybody has.
+MOST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Override:
 def load_config(path: str | Path | None, overrides: Iterable[str] = (), *, trust: bool | None = None) -> TrainConfig:
     """Return the configuration of a file (TOML, or JSON as a run writes it), changed by the command line.
 
-    The functions that it names are trusted, unless `trust` says otherwise, where there is no file.
+    The functions that it names are trusted, where there is no file, unless `trust` decides otherwise.
     """
     document: dict[str, Any] = {} if path is None else _read(Path(path))
     for given in overrides:
@@ -115,7 +116,7 @@ def _toml(text: str) -> Any:
 
 
 def checked(kind: type[Settings], document: Mapping[str, Any], origin: str) -> Settings:
-    """The settings in a document; UsageError with every fault."""
+    """Return the settings in a document; raise UsageError with every fault."""
     faults: list[str] = []
     settings = _table(kind, document, "", faults)
     if faults:
@@ -125,7 +126,7 @@ def checked(kind: type[Settings], document: Mapping[str, Any], origin: str) -> S
 
 
 def _table(kind: Any, document: Mapping[str, Any], path: str, faults: list[str], default: Any = None) -> Any:
-    """The settings of a table; keys that it leaves out are those of `default`, or else of the kind."""
+    """Read the settings of a table; keys that it leaves out are those of `default`, or else of the kind."""
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
@@ -177,7 +178,7 @@ def _value(hint: Any, value: Any, path: str, field: dataclasses.Field[Any], faul
 
 
 def _plain(value: Any) -> Any:
-    """Without marks of the command line inside (a table given key by key)."""
+    """Remove the marks of the command line from a value, also inside a table that was given key by key."""
     if isinstance(value, Override):
         return value.value
     if isinstance(value, Mapping):
@@ -190,7 +191,7 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 
 
 def _fitted(kind: Any, value: Any) -> tuple[bool, Any]:
-    """Is the value of that kind, and what does it become? Whole numbers may stand for others; yes and no may not."""
+    """Return whether the value is of that kind, and what it becomes: whole numbers may be floats, booleans neither."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in inner), value
@@ -271,7 +272,7 @@ def _shown(value: Any) -> str:
 
 
 def all_keys(kind: Any = TrainConfig, path: str = "") -> Iterator[tuple[str, str, Any, str]]:
-    """(key, what it takes, its default, what it is) of everything that can be set."""
+    """Yield (key, what it takes, its default, what it is) of everything that can be set."""
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
@@ -285,7 +286,7 @@ def all_keys(kind: Any = TrainConfig, path: str = "") -> Iterator[tuple[str, str
 
 
 def changes(before: Any, after: Any, path: str = "") -> Iterator[str]:
-    """What is different between two documents, in words, key by key."""
+    """Describe what is different between two documents, key by key."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for name in [*before, *(name for name in after if name not in before)]:
             yield from changes(before.get(name), after.get(name), f"{path}.{name}" if path else name)
@@ -294,5 +295,5 @@ def changes(before: Any, after: Any, path: str = "") -> Iterator[str]:
 
 
 def to_document(config: TrainConfig) -> dict[str, Any]:
-    """The configuration as a document, every key in it; `checked` gives it back."""
+    """Return the configuration as a document with every key; `checked` turns it back."""
     return dataclasses.asdict(config)

@@ -1,4 +1,4 @@
-"""What a training run can be told: every key of the configuration file, with its type, default and bounds.
+"""Every key of the configuration file, with its type, default and bounds.
 
 This is the only list of them. The file is checked against these classes (`config`), the documentation's table is
 compared with them, and the code that trains reads them as plain attributes. Nothing here loads torch, so that a wrong
@@ -268,7 +268,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Logging:
-    """What is said while it runs."""
+    """What is reported while it runs."""
 
     every: int = key(10, "steps between lines and recordings", least=1)
     ranks: list[int] = key([], "ranks whose own output is shown, by number, beside rank 0's")

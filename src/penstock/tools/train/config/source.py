@@ -21,7 +21,8 @@ from penstock.errors import UsageError
 from penstock.tools.train.config.settings import TrainConfig
 
 HUGGINGFACE = "huggingface:"  # what follows is the name of a configuration
-NOT_HERE = ("PYTHONSAFEPATH", "penstock")  # by which a Python that is started does not search its working folder
+# With this, a Python that is started does not search its working folder.
+NOT_HERE = ("PYTHONSAFEPATH", "penstock")
 SENDING = "logging.wandb"
 FORM = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -52,7 +53,7 @@ def search_no_working_folder() -> None:
 
 
 def is_function(text: str) -> bool:
-    """Is `module:function` meant?"""
+    """Return whether the text has the form `module:function`."""
     return FORM.fullmatch(text) is not None and not text.startswith(HUGGINGFACE)
 
 
@@ -114,7 +115,7 @@ def check_sending(config: TrainConfig) -> None:
 
 
 def libraries_of(config: TrainConfig) -> list[str]:
-    """Modules of other libraries that a run of this configuration loads, and that take seconds to load."""
+    """Return the modules of other libraries that a run of this configuration loads, and that take seconds to load."""
     huggingface = config.model.source.startswith(HUGGINGFACE)
     adapters = config.lora.rank > 0 or config.lora.adapter is not None
     used = {"transformers.models.auto.modeling_auto": huggingface, "peft": adapters}
@@ -142,7 +143,7 @@ def find_source(key: str, text: str) -> Any:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise  # of something that the user's module imports
+            raise  # The user's module imports something that is not there.
         raise UsageError(f"{key}: there is no module {error.name}, neither in {here} nor installed") from None
     for name in path.split("."):
         if not hasattr(found, name):
@@ -155,7 +156,7 @@ def find_source(key: str, text: str) -> Any:
 
 
 def call_source(key: str, text: str, options: dict[str, Any]) -> Any:
-    """What the function returns for the options."""
+    """Call the function with the options."""
     found = find_source(key, text)
     try:
         inspect.signature(found).bind(**options)
@@ -163,6 +164,6 @@ def call_source(key: str, text: str, options: dict[str, Any]) -> Any:
         raise UsageError(
             f"{key}: {text} does not take these options ({', '.join(options) or 'none'}): {error}"
         ) from None
-    except ValueError:  # a built-in that does not say what it takes
+    except ValueError:  # A built-in may not list what it takes.
         pass
     return found(**options)

@@ -13,7 +13,7 @@ ADAM, SGD = ("lr", "weight_decay", "betas", "eps"), ("lr", "weight_decay", "mome
 
 
 def tuning_faults(config: TrainConfig) -> Iterator[str]:
-    """What is wrong with these keys together, each fault in words."""
+    """Describe each fault in these keys together."""
     yield from _optimizer(config)
     for pattern, options in config.optimizer.groups.items():
         yield from _group(f'optimizer.groups."{pattern}"', options, config.optimizer.name)

@@ -20,10 +20,10 @@ class DataBatch:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any
-    tokens: int  # for the rate: of tokens where rows have them, else rows
+    tokens: int  # The rate counts tokens where rows have them, else rows.
 
     def share(self, number: int, count: int) -> DataBatch:
-        """The rows of replica `number` of `count`; `tokens` stay those of all."""
+        """Return the rows of replica `number` of `count`; `tokens` stay those of all."""
         if count == 1:
             return self
 
@@ -36,7 +36,7 @@ class DataBatch:
         return DataBatch(args, kwargs, target, self.tokens)
 
     def pinned(self) -> DataBatch:
-        """The same in memory from which an accelerator copies while the host goes on."""
+        """Copy it to memory from which an accelerator copies while the host continues."""
 
         def pin(tensor: Tensor) -> Tensor:
             return tensor.pin_memory() if tensor.is_cpu and tensor.layout is torch.strided else tensor
@@ -45,7 +45,7 @@ class DataBatch:
         return DataBatch(args, kwargs, target, self.tokens)
 
     def mark(self, before: int = 0) -> int:
-        """A checksum of some of its numbers, by which processes see whether they were given the same."""
+        """Compute a checksum of some of its numbers, by which processes notice that they have different batches."""
         for value in pytree.tree_leaves((self.args, self.kwargs, self.target)):
             if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
                 some = value.detach().reshape(-1)[:: max(1, value.numel() // MARKED)].cpu().contiguous()
@@ -59,16 +59,16 @@ class DataBatches(Protocol):
     words: str
 
     def first(self) -> DataBatch:
-        """One to look at; nothing is taken by it."""
+        """Return a batch to look at, without taking it."""
 
     def at(self, number: int) -> DataBatch:
-        """The batch of pass `number`."""
+        """Return the batch of pass `number`."""
 
     def validation(self, number: int) -> DataBatch | None:
-        """A batch to evaluate with; None where there are no (more) such."""
+        """Return a batch to evaluate with; None where there are no (more) such."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in."""
+        """Return the position, and what it is a position in."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""

@@ -39,7 +39,7 @@ class TokenBatches:
         self._training, self._validation = tokens.part(0, cut), tokens.part(cut, len(tokens))
         self._fingerprint = tokens.fingerprint
         self._next = 0
-        self.changed = ""  # for the user: how the tokens differ from those of the checkpoint
+        self.changed = ""  # Tells the user how the tokens differ from those of the checkpoint.
         if len(self._training) <= sequence:
             raise UsageError(
                 f"{tokens.words}: {len(self._training)} of them to train on, and one row takes {sequence + 1} "
@@ -54,7 +54,7 @@ class TokenBatches:
         return self._rows(self._training, number, TRAINING)
 
     def validation(self, number: int) -> DataBatch | None:
-        """The same ones at every evaluation."""
+        """Return the same batches at every evaluation."""
         if len(self._validation) <= self.sequence:
             return None
         return self._rows(self._validation, number, VALIDATION)
@@ -66,11 +66,11 @@ class TokenBatches:
         return DataBatch((rows[:, :-1],), {}, rows[:, 1:], self.rows * self.sequence)
 
     def state_dict(self) -> dict[str, Any]:
-        """The next pass, and which tokens it is of."""
+        """Return the next pass, and which tokens it is of."""
         return {"next": self._next, "seed": self.seed, "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Batches do not depend on the past: only what they are drawn from has to be the same."""
+        """Load the position. Batches do not depend on the past: only what they are drawn from has to be the same."""
         self._next = int(state["next"])
         if state["fingerprint"] != self._fingerprint:
             self.changed = "the tokens are not those of the checkpoint (other files or another Python)"
@@ -97,7 +97,7 @@ class FunctionBatches:
         return None if found is None else as_batch(found, self.words)
 
     def state_dict(self) -> dict[str, Any]:
-        """The next pass, and the object's own state if it has one."""
+        """Return the next pass, and the object's own state if it has one."""
         own = getattr(self._source, "state_dict", None)
         return {"next": self._next, "own": None if own is None else own()}
 
@@ -114,18 +114,18 @@ class IterableBatches:
         self._source = source
         self.words = words
         self._iterator: Iterator[Any] | None = None
-        self._taken = 0  # in all
-        self._inside = 0  # of this round
+        self._taken = 0  # Batches of all rounds.
+        self._inside = 0  # Batches of this round.
         self._begun: dict[str, Any] | None = None  # the random generators, where this round began
 
     def _begin(self) -> Iterator[Any]:
-        """A new round. What it shuffles by is noted, so that the round can be begun again in the same order."""
+        """Begin a new round. What it shuffles by is noted, so that the round can be begun again in the same order."""
         own = [generator.get_state() for generator in _generators_of(self._source)]
         self._begun = {"all": states_of_generators(), "own": own}
         return iter(self._source)
 
     def first(self) -> DataBatch:
-        """One to look at; it is put back."""
+        """Return a batch to look at, and put it back."""
         if self._iterator is None:
             self._iterator = self._begin()
         found = next(self._iterator, None)
@@ -135,7 +135,7 @@ class IterableBatches:
         return as_batch(found, self.words)
 
     def at(self, number: int) -> DataBatch:
-        """The next one: `number` must be the count of those before it."""
+        """Return the next batch: `number` must be the count of those before it."""
         if number != self._taken:
             raise ModelError(f"{self.words}: batch {number} was asked for, batch {self._taken} is next")
         if self._iterator is None:
@@ -156,13 +156,13 @@ class IterableBatches:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """How many were taken, and the iterable's own state if it has one."""
+        """Return how many were taken, and the iterable's own state if it has one."""
         own = getattr(self._source, "state_dict", None)
         position = {"taken": self._taken, "inside": self._inside}
         return {**position, "own": None, "begun": self._begun} if own is None else {**position, "own": own()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """By the iterable's own state, or by counting through to where it was."""
+        """Restore the position by the iterable's own state, or by counting through to where it was."""
         self._taken, self._inside = int(state["taken"]), int(state["inside"])
         if state["own"] is not None:
             self._source.load_state_dict(state["own"])
@@ -180,14 +180,14 @@ class IterableBatches:
 
 
 def _generators_of(source: Any) -> list[torch.Generator]:
-    """Those that a DataLoader or its samplers were given to shuffle by."""
+    """Find the generators that a DataLoader or its samplers shuffle by."""
     holders = (source, getattr(source, "sampler", None), getattr(source, "batch_sampler", None))
     found = (getattr(holder, "generator", None) for holder in holders)
     return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
 def as_batch(found: Any, origin: str) -> DataBatch:
-    """What a function of the user's gives: (inputs, target); inputs a tensor, a tuple, or a dict of keywords."""
+    """Read what a user's function returned: (inputs, target); inputs a tensor, a tuple, or a dict of keywords."""
     if isinstance(found, dict):  # a model that takes its labels itself
         return DataBatch((), dict(found), None, _count(found.values()))
     if not isinstance(found, (tuple, list)) or len(found) != 2:
@@ -210,7 +210,7 @@ def _count(values: Any) -> int:
 
 
 def _refuse_row_keys(data: Data) -> None:
-    """A key that only rows have would be passed over without a word."""
+    """Refuse a key that only rows have: it would be ignored silently."""
     standard = Data()
     for name in ("format", "columns", "packing", "max_tokens", "streaming", "validation_source"):
         if getattr(data, name) != getattr(standard, name):
@@ -221,7 +221,7 @@ def _refuse_row_keys(data: Data) -> None:
 
 
 def open_data(config: TrainConfig) -> DataBatches:
-    """What a configuration trains on."""
+    """Open what a configuration trains on."""
     data = config.data
     if holds_rows(data):
         return open_row_batches(config)
@@ -245,7 +245,7 @@ def open_data(config: TrainConfig) -> DataBatches:
 
 
 def check_validation(config: TrainConfig, data: DataBatches) -> None:
-    """UsageError where a run is to end by evaluations, and there is nothing to evaluate with."""
+    """Raise UsageError where evaluations are to end a run, and there is nothing to evaluate with."""
     if config.evaluation.patience is not None and data.validation(0) is None:
         raise UsageError(
             f"evaluation.patience is {config.evaluation.patience}, and there is not one row to evaluate with: "

@@ -26,7 +26,7 @@ REMEDY = (
 
 
 def check_chats(tokenizer: Tokenizer) -> None:
-    """UsageError where the tokenizer has no template for chats."""
+    """Raise UsageError where the tokenizer has no template for chats."""
     if tokenizer.of_transformers is None or not _template(tokenizer):
         raise UsageError(
             f"data.tokenizer: the tokenizer in {tokenizer.path} has no chat template; give it one "
@@ -35,7 +35,7 @@ def check_chats(tokenizer: Tokenizer) -> None:
 
 
 def encode_chat(tokenizer: Tokenizer, messages: Any, answers: bool, place: object) -> tuple[list[int], list[bool]]:
-    """The tokens of a chat, and for each whether it is learned: the answers, or all."""
+    """Return the tokens of a chat, and for each whether it is learned: the answers, or all."""
     _check_messages(messages, place, tools="tool_calls" in _template(tokenizer))
     with _limited(tokenizer, place):
         if not answers:
@@ -77,7 +77,7 @@ def _check_messages(messages: Any, place: object, *, tools: bool) -> None:
 
 
 def _renamed(message: Any) -> str:
-    """A hint for chats that name their parts `from` and `value`."""
+    """Suggest how to rewrite chats that name their parts `from` and `value`."""
     if not isinstance(message, dict) or not {"from", "value"} <= set(message):
         return ""
     return (
@@ -87,14 +87,14 @@ def _renamed(message: Any) -> str:
 
 
 def question_of(tokenizer: Tokenizer, text: str) -> str:
-    """A user's question as the template writes it, up to where the assistant's answer begins."""
+    """Write a user's question by the template, up to where the assistant's answer begins."""
     check_chats(tokenizer)
     with _limited(tokenizer, "--chat"):
         return _written(tokenizer, [{"role": "user", "content": text}], "--chat", prompt=True)
 
 
 def roles_in(messages: Any) -> list[str]:
-    """The roles of a chat that was checked, each once."""
+    """Return the roles of a chat that was checked, each once."""
     return list(dict.fromkeys(str(message["role"]) for message in messages))
 
 
@@ -117,7 +117,7 @@ def _written(tokenizer: Tokenizer, messages: Any, place: object, *, prompt: bool
 
 
 def _marked(tokenizer: Tokenizer, messages: Any, place: object) -> tuple[list[int], list[bool]]:
-    _written(tokenizer, messages, place)  # for its errors
+    _written(tokenizer, messages, place)  # A wrong chat is refused here.
     found = tokenizer.of_transformers.apply_chat_template(
         list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -143,12 +143,12 @@ def _by_beginnings(tokenizer: Tokenizer, messages: Any, place: object) -> tuple[
 
 
 def _opening(tokenizer: Tokenizer, place: object) -> str:
-    """What stands before an answer that comes first."""
+    """Return what stands before an answer that comes first."""
     return _written(tokenizer, [], place, prompt=True)
 
 
 def _inside(spans: list[tuple[int, int]], answers: list[tuple[int, int]], text: str, place: object) -> list[bool]:
-    """For each token whether its characters are an answer's."""
+    """Return for each token whether its characters are an answer's."""
     learned = [False] * len(spans)
     for first, end in answers:
         for number, (begin, stop) in enumerate(spans):

@@ -1,7 +1,7 @@
 """Rows become documents: tokens, and which of them are learned.
 
 A document of n tokens takes n - 1 places of a batch's row: each token but the last is an input, and its target is the
-next one. What rows hold is told by their columns; what does not fit is cut, divided, dropped or refused, as the
+next one. What rows hold is seen from their columns; what does not fit is cut, divided, dropped or refused, as the
 configuration says, and counted.
 """
 
@@ -27,7 +27,7 @@ COLUMNS = {
     "prompt": ("prompt", "completion"),
     "input_ids": ("input_ids",),
     "text": ("text",),
-}  # of each format; where several fit, the first
+}  # The columns of each format; where several fit, the first counts.
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +61,18 @@ class Tally:
     largest: int = -1  # the largest token
 
     def text(self, sequence: int) -> str:
-        """For the user; empty where nothing happened to any row."""
+        """Describe it for the user; empty where nothing happened to any row."""
         long = f"of more than {sequence} tokens (data.sequence)"
-        said = {
+        counts = {
             f"truncated, being {long}": self.cut,
             f"divided, being {long}": self.divided,
             f"dropped, being {long}": self.dropped,
             "dropped, having nothing to learn": self.empty,
         }
-        return "; ".join(f"{count:,} {what}" for what, count in said.items() if count)
+        return "; ".join(f"{count:,} {what}" for what, count in counts.items() if count)
 
     def nothing(self, words: str) -> str:
-        """The error about rows of which none is left to train on."""
+        """Describe that no row is left to train on."""
         remedy = "set a larger data.sequence, or data.too_long" if self.dropped else "name files with rows to train on"
         return f"{words}: none of the rows that were read ({self.rows:,}) has anything to learn; {remedy}"
 
@@ -104,7 +104,7 @@ class Encoder:
         return open_tokenizer(self.options.tokenizer, self.options.end)
 
     def encode(self, record: Record) -> list[Document]:
-        """The documents of one row: one, several where a long one is divided, or none."""
+        """Return the documents of one row: one, several where a long one is divided, or none."""
         if not self._format:
             self._take(self._found(record))
         ids, learned = self._tokens(record)
@@ -165,7 +165,7 @@ class Encoder:
         return value
 
     def _tokens(self, record: Record) -> tuple[list[int], list[bool]]:
-        """The tokens of a row, and for each whether it is learned."""
+        """Return the tokens of a row, and for each whether it is learned."""
         answers = self.options.loss_on == "answers"
         if self._format == "messages":
             messages = self._column(record, "messages", list, "a list of {role, content}")

@@ -34,7 +34,7 @@ class Padded:
         return [[document] for document in documents]
 
     def batch(self, rows: Sequence[Row]) -> DataBatch:
-        """Tensors of (rows, tokens); an empty row is padding alone."""
+        """Make tensors of (rows, tokens); an empty row is padding alone."""
         width = max(1, *(sum(map(len, row)) for row in rows))
         ids, target = _filled(rows, width)
         lengths = torch.tensor([sum(map(len, row)) for row in rows], device="cpu")
@@ -54,7 +54,7 @@ class Packed:
         self._stacked = stacked  # positions beside the tokens, for a model that is a sequence of layers
 
     def rows(self, documents: Sequence[Document]) -> list[Row]:
-        """The longest first, each where it leaves the least room."""
+        """Pack the longest first, each where it leaves the least room."""
         rows: list[Row] = []
         rooms: list[tuple[int, int]] = []  # sorted: what is left of a row, and which
         for document in sorted(documents, key=len, reverse=True):
@@ -69,7 +69,7 @@ class Packed:
         return rows
 
     def batch(self, rows: Sequence[Row]) -> DataBatch:
-        """Tensors of (rows, tokens) and positions that begin again with each document."""
+        """Make tensors of (rows, tokens), and positions that begin again with each document."""
         ids, target = _filled(rows, self.sequence)
         positions = torch.empty_like(ids)
         for number, row in enumerate(rows):
@@ -97,7 +97,7 @@ def _filled(rows: Sequence[Row], width: int) -> tuple[Tensor, Tensor]:
 
 
 def split_of(data: Data) -> BatchOptions:
-    """How batches are split into microbatches: by rows, or by length where there is a most of tokens."""
+    """Choose how batches are split into microbatches: by rows, or by length where the tokens of one are limited."""
     if data.max_tokens is None:
         return BatchOptions()
     return BatchOptions(

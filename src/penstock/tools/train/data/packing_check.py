@@ -19,13 +19,15 @@ from penstock.tools.train.data.documents import Document
 from penstock.tools.train.data.layouts import Packed, Row
 from penstock.tools.train.loss import scores_of, shares_of
 
-LEAK = 1e-5  # of the scores' size: what another document in front may change, and is not exactly 0
-SHIFT, SHIFT_OF_COARSE = 1e-3, 0.1  # and another place in the row, where sums have another order
+# Scores may change by this share of their size with another document in front, which is not exactly 0.
+LEAK = 1e-5
+# They may change more with another place in the row, where sums have another order.
+SHIFT, SHIFT_OF_COARSE = 1e-3, 0.1
 LENGTH = 16  # tokens of a row that is asked about
 
 
 def check_packing(pipe: Pipeline, config: TrainConfig, vocabulary: int) -> None:
-    """ModelError where documents that share a row influence each other; the same on every rank."""
+    """Raise ModelError where documents that share a row influence each other; the same on every rank."""
     length, stacked = min(config.data.sequence, LENGTH), config.model.source == "gpt"
     if length < 4 or vocabulary < 4:
         return
@@ -56,7 +58,7 @@ def check_packing(pipe: Pipeline, config: TrainConfig, vocabulary: int) -> None:
 
 
 def _scores(pipe: Pipeline, row: Row, layout: Packed) -> Tensor | None:
-    """The scores of a row's places, on the rank of the last stage."""
+    """Compute the scores of a row's places, on the rank of the last stage."""
     batch = layout.batch([row])
     (share,) = shares_of(pipe.loss_fn, [batch.target])
     result = pipe.evaluate(*batch.args, target=batch.target, loss_kwargs=share, outputs=True, **batch.kwargs)

@@ -17,7 +17,7 @@ ROWS = (*JSON_LINES, ".parquet", ".arrow")
 
 
 def holds_rows(data: Data) -> bool:
-    """Whether `data.source` names rows, and not text or batches; of a function, `data.format` says so."""
+    """Return whether `data.source` names rows, and not text or batches; of a function, `data.format` decides."""
     source = data.source
     if isinstance(source, str) and is_function(source):
         return data.format != "auto"
@@ -32,7 +32,7 @@ def _is_saved(path: Path) -> bool:
 
 
 def find_files(patterns: Sequence[str]) -> list[Path]:
-    """The files of names and globs, each once, in the order of the patterns and then of the names."""
+    """Find the files of names and globs, each once, in the order of the patterns and then of the names."""
     found = _found(
         patterns,
         "data.source",
@@ -45,7 +45,7 @@ def find_files(patterns: Sequence[str]) -> list[Path]:
 
 
 def find_paths(patterns: Sequence[str], key: str) -> list[Path]:
-    """As `find_files`, but of rows, which may be folders."""
+    """Find files as `find_files` does, but of rows, which may be folders."""
     return _found(
         patterns,
         key,

@@ -30,10 +30,10 @@ class RowFile(Protocol):
     path: Path
 
     def read(self, begin: int) -> Iterator[Record]:
-        """The rows from a place on."""
+        """Yield the rows from a place on."""
 
     def number(self, begin: int) -> str:
-        """Which row begins at a place, in words."""
+        """Describe which row begins at a place."""
 
 
 class RowPlace(NamedTuple):
@@ -55,7 +55,7 @@ class Record(NamedTuple):
 
 
 def open_rows(key: str, source: str | Sequence[str], options: dict[str, Any]) -> list[RowFile]:
-    """The files of rows, each ready to be read; or the rows that a function returns."""
+    """Open the files of rows, each ready to be read; or the rows that a function returns."""
     if isinstance(source, str) and is_function(source):
         return [OwnRows(call_source(key, source, options), source, key)]
     if options:
@@ -133,7 +133,7 @@ def _check_footer(path: Path) -> None:
 
 
 def _groups(file: Any, begin: int) -> Iterator[tuple[int, Any]]:
-    """Pieces of a file with the number of their first row; row groups that end before `begin` are not read."""
+    """Yield pieces of a file with the number of their first row; row groups that end before `begin` are not read."""
     first = 0
     for group in range(file.metadata.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
@@ -231,7 +231,7 @@ Position = tuple[int, int]  # the file, and the place in it
 
 
 def read_rows(files: Sequence[RowFile], position: Position = (0, 0)) -> Iterator[tuple[Record, Position]]:
-    """All rows from a position on, each with the position after it."""
+    """Yield all rows from a position on, each with the position after it."""
     for number in range(position[0], len(files)):
         for record in files[number].read(position[1] if number == position[0] else 0):
             yield record, (number, record.after)

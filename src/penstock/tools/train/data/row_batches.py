@@ -36,7 +36,7 @@ class Documents(Protocol):
     fingerprint: str
 
     def read(self, epoch: int, position: Position) -> Iterator[tuple[list[Document], Position]]:
-        """The documents of each row from a position on, with the position after it."""
+        """Yield the documents of each row from a position on, with the position after it."""
 
 
 class InMemory:
@@ -104,22 +104,22 @@ class RowBatches:
         self._rows, self._window, self._seed, self._shuffle = rows, window, seed, shuffle
         self._validation = layout.rows(validation)
         self._epoch, self._number, self._begin = 0, 0, START  # this window: its epoch, its number there, its place
-        self._made: list[Row] | None = None  # its rows, once they are made
-        self._used = 0  # of these
-        self._after = START  # where it ends
+        self._made: list[Row] | None = None  # The rows of this window, once they are made.
+        self._used = 0  # Rows of this window that were used.
+        self._after = START  # The place where this window ends.
         self._reader: Iterator[tuple[list[Document], Position]] | None = None
         self._taken = 0  # batches
         self._ahead: tuple[dict[str, Any], DataBatch] | None = None  # a batch that was looked at, and the state before
 
     def first(self) -> DataBatch:
-        """The next one, to look at; it is not taken."""
+        """Return the next batch to look at, without taking it."""
         if self._ahead is None:
             before = self.state_dict()
             self._ahead = before, self._batch()
         return self._ahead[1]
 
     def at(self, number: int) -> DataBatch:
-        """The next one: `number` must be the count of those before it."""
+        """Return the next batch: `number` must be the count of those before it."""
         if number != self._taken:
             raise ModelError(f"{self.words}: batch {number} was asked for, batch {self._taken} is next")
         batch = self.first()
@@ -129,7 +129,7 @@ class RowBatches:
         return batch
 
     def check_limit(self) -> None:
-        """UsageError where a row that was read so far has a token that the model does not know."""
+        """Raise UsageError where a row that was read so far has a token that the model does not know."""
         if self.limit is not None and self._tally.largest >= self.limit:
             raise UsageError(
                 f"the rows of data.source hold the token {self._tally.largest}; the model knows {self.limit}, 0 to "
@@ -138,7 +138,7 @@ class RowBatches:
             )
 
     def validation(self, number: int) -> DataBatch | None:
-        """Rows that are not trained on, in their order; the last batch is filled up with rows that do not count."""
+        """Return rows that are not trained on, in their order; rows that do not count fill the last batch."""
         rows = self._validation[number * self._rows : (number + 1) * self._rows]
         return self._layout.batch([*rows, *[[]] * (self._rows - len(rows))]) if rows else None
 
@@ -157,7 +157,7 @@ class RowBatches:
         return self._made[self._used - 1]
 
     def _make(self) -> None:
-        """The rows of the window that begins at `_begin`: none at the end of an epoch."""
+        """Make the rows of the window that begins at `_begin`: none at the end of an epoch."""
         if self._reader is None:
             self._reader = self._documents.read(self._epoch, self._begin)
         found: list[Document] = []
@@ -185,7 +185,7 @@ class RowBatches:
     # -- resuming
 
     def state_dict(self) -> dict[str, Any]:
-        """The window that the run is in, and how much of it was used."""
+        """Return the window that the run is in, and how much of it was used."""
         if self._ahead is not None:
             return self._ahead[0]
         return {
@@ -210,7 +210,7 @@ class RowBatches:
 
 
 def open_row_batches(config: TrainConfig) -> RowBatches:
-    """The batches of `data.source`, where that names files of rows."""
+    """Open the batches of `data.source`, where that names files of rows."""
     data = config.data
     encoder = Encoder(data, near=_tokenizer_of_model(config))
     files = open_rows("data.source", data.source, data.options)
@@ -226,7 +226,7 @@ def open_row_batches(config: TrainConfig) -> RowBatches:
             cut = len(found) - max(least, int(len(found) * data.validation))
             found, held_back = found[:cut], found[cut:]
         documents = InMemory(found, config.seed, data.shuffle)
-        words, longest = _said(files, found, held_back, encoder, layout), max(map(len, found), default=0)
+        words, longest = _summary(files, found, held_back, encoder, layout), max(map(len, found), default=0)
     return RowBatches(
         documents,
         held_back,
@@ -242,7 +242,7 @@ def open_row_batches(config: TrainConfig) -> RowBatches:
 
 
 def _tokenizer_of_model(config: TrainConfig) -> str:
-    """The folder of the model, if it has a tokenizer."""
+    """Return the folder of the model, if it has a tokenizer."""
     folder = config.model.source.removeprefix(HUGGINGFACE)
     return folder if folder != config.model.source and has_tokenizer(Path(folder)) else ""
 
@@ -260,7 +260,7 @@ def _names(files: Sequence[RowFile]) -> str:
     return str(files[0].path) if len(files) == 1 else f"{len(files)} files from {files[0].path} to {files[-1].path}"
 
 
-def _said(
+def _summary(
     files: Sequence[RowFile],
     documents: Sequence[Document],
     validation: Sequence[Document],

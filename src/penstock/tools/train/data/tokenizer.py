@@ -22,7 +22,8 @@ from penstock.tools.train.config.paths import no_tokenizer
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
-MOST_GROWTH = 1000  # of a text by the replacements of a tokenizer; those that are in use have 1
+# The replacements of a tokenizer may make a text so many times as long; those that are in use have 1.
+MOST_GROWTH = 1000
 TOGETHER = 64  # texts that are encoded at once
 
 
@@ -42,13 +43,13 @@ class Tokenizer:
         if file.is_dir():
             check_folder(file)
         alone = file.is_file() or ((file / FILE).is_file() and not (file / CONFIG).is_file())
-        self.of_transformers: Any = None if alone else _open_folder(file)  # with its chat template
+        self.of_transformers: Any = None if alone else _open_folder(file)  # It has the chat template.
         self._fast: Any = _open_file(file / FILE if file.is_dir() else file) if alone else None
         if self.of_transformers is not None and self.of_transformers.is_fast:
             self._fast = self.of_transformers.backend_tokenizer
-        if self.of_transformers is not None:  # what is too long is for data.too_long to say, as below
+        if self.of_transformers is not None:  # data.too_long decides about what is too long, as below
             self.of_transformers.model_max_length = sys.maxsize
-        if self._fast is not None:  # a file may ask for both; what is too long is for data.too_long to say
+        if self._fast is not None:  # A file may ask for both, but data.too_long decides.
             self._fast.no_truncation()
             self._fast.no_padding()
             for part in (self._fast.normalizer, self._fast.decoder):
@@ -68,13 +69,13 @@ class Tokenizer:
         return None if self.of_transformers is None else self.of_transformers.eos_token_id
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The tokens of a text; with the special ones that the tokenizer puts around texts, or without."""
+        """Return the tokens of a text; with the special ones that the tokenizer puts around texts, or without."""
         if self._fast is not None and self.of_transformers is None:
             return list(self._fast.encode(text, add_special_tokens=special).ids)
         return list(self.of_transformers(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        """The tokens of each text, with its end; some texts at a time, on all cores."""
+        """Yield the tokens of each text, with its end; some texts are encoded at a time, on all cores."""
         for some in _some(texts):
             if self.of_transformers is None:
                 found = [each.ids for each in self._fast.encode_batch_fast(some)]
@@ -83,15 +84,15 @@ class Tokenizer:
             yield from map(self.ended, found)
 
     def ended(self, ids: list[int]) -> list[int]:
-        """With the token that ends a text, once."""
+        """Append the token that ends a text, once."""
         return ids if self.end is None or (ids and ids[-1] == self.end) else [*ids, self.end]
 
     def begun(self, ids: list[int]) -> list[int]:
-        """Without the token that ends a text: something follows."""
+        """Remove the token that ends a text, where something follows."""
         return ids[:-1] if ids and ids[-1] == self.end else ids
 
     def spans(self, text: str) -> Encoded:
-        """The tokens of a text that holds its special ones already, with their places."""
+        """Return the tokens, and their places, of a text that holds its special ones already."""
         if self._fast is None:
             raise UsageError(
                 f"the tokenizer in {self.path} cannot say which characters its tokens are of (it has no {FILE}), so "
@@ -101,7 +102,7 @@ class Tokenizer:
         return Encoded(list(found.ids), list(found.offsets))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens, special ones left out."""
+        """Return the text of tokens, special ones left out."""
         if self.of_transformers is None:
             return str(self._fast.decode(list(ids)))
         return str(self.of_transformers.decode(list(ids), skip_special_tokens=True))
@@ -127,12 +128,12 @@ def _some(texts: Iterable[str]) -> Iterator[list[str]]:
 
 @lru_cache(maxsize=4)
 def open_tokenizer(path: str, end: str = "") -> Tokenizer:
-    """The tokenizer of `data.tokenizer`."""
+    """Open the tokenizer of `data.tokenizer`."""
     return Tokenizer(path, end)
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a tokenizer's files are in a folder."""
+    """Return whether a tokenizer's files are in a folder."""
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
@@ -143,7 +144,7 @@ def _open_file(path: Path) -> Any:
         raise UsageError("data.tokenizer needs the tokenizers package: pip install 'penstock[data]'") from None
     try:
         return Fast.from_file(str(plain_path(path)))
-    except Exception as error:  # it raises nothing narrower
+    except Exception as error:  # tokenizers raises nothing narrower.
         raise UsageError(f"data.tokenizer: {path} is no file of a tokenizer ({FILE}): {error}") from None
 
 

@@ -33,7 +33,7 @@ class Tokens:
 
     values: Tensor  # one dimension; of any whole-number type
     fingerprint: str
-    words: str  # for the user: what was read
+    words: str  # Tells the user what was read.
 
     def __len__(self) -> int:
         return self.values.numel()
@@ -43,7 +43,7 @@ class Tokens:
 
 
 def read_tokens(source: str | Sequence[str], kind: str, tokenizer: Tokenizer | None = None) -> Tokens:
-    """Tokens of `data.source`, where that is no function and has no rows."""
+    """Read the tokens of `data.source`, where that is no function and has no rows."""
     if source == "stdlib":
         files, what = stdlib_files(), "of Python's standard library"
     else:
@@ -58,7 +58,7 @@ def read_tokens(source: str | Sequence[str], kind: str, tokenizer: Tokenizer | N
 
 
 def stdlib_files() -> list[Path]:
-    """The source files of the standard library of the Python that runs this, its tests left out."""
+    """List the source files of the standard library of the Python that runs this, its tests left out."""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for folder, inner, names in os.walk(root):
@@ -90,7 +90,7 @@ def _text(path: Path) -> str:
 
 
 def _tokenized(files: Sequence[Path], tokenizer: Tokenizer) -> Tokens:
-    """The tokens of each file, with the one that ends a text after it."""
+    """Return the tokens of all files, each followed by the one that ends a text."""
     values = array("i")
     for ids in tokenizer.encode_all(map(_text, files)):
         values.extend(ids)

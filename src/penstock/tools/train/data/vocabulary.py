@@ -18,7 +18,7 @@ from penstock.tools.train.data.tokenizer import open_tokenizer
 
 
 def vocabulary_of(model: nn.Module) -> int | None:
-    """How many tokens a model knows; None where it does not say."""
+    """Return how many tokens a model knows; None where that is not known."""
     ask = getattr(model, "get_input_embeddings", None)
     try:
         table: Any = None if ask is None else ask()
@@ -32,14 +32,14 @@ def vocabulary_of(model: nn.Module) -> int | None:
 
 
 def check_vocabulary(config: TrainConfig, model: nn.Module, data: Any) -> None:
-    """UsageError where the tokenizer, or a row of tokens, has numbers that the model does not know."""
+    """Raise UsageError where the tokenizer, or a row of tokens, has numbers that the model does not know."""
     if isinstance(data, RowBatches | TokenBatches):
         check_positions(config, model)
     known = vocabulary_of(model)
     if known is None:
         return
     if isinstance(data, RowBatches):  # what a tokenizer knows besides does not matter
-        data.limit = known  # under streaming, rows that are read later
+        data.limit = known  # Streamed rows are read later.
         data.check_limit()
     elif config.data.tokenizer:
         tokens = open_tokenizer(config.data.tokenizer, config.data.end).vocabulary
@@ -52,7 +52,7 @@ def check_vocabulary(config: TrainConfig, model: nn.Module, data: Any) -> None:
 
 
 def positions_of(model: Any) -> tuple[int | None, bool]:
-    """How many positions a model was made for, if it says so; and whether it has a table of them, and thus no more."""
+    """Return the positions a model was made for, if known; and whether it has a table of them, and thus no more."""
     known = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if not isinstance(known, int):
         return None, False
@@ -62,7 +62,7 @@ def positions_of(model: Any) -> tuple[int | None, bool]:
 
 
 def check_positions(config: TrainConfig, model: Any) -> None:
-    """UsageError where rows may be longer than a model's table of positions."""
+    """Raise UsageError where rows may be longer than a model's table of positions."""
     known, has_table = positions_of(model)
     if known is not None and has_table and config.data.sequence > known:
         raise UsageError(
@@ -72,7 +72,7 @@ def check_positions(config: TrainConfig, model: Any) -> None:
 
 
 def position_warning(model: Any, data: Any) -> str:
-    """What to say where a model computes its positions, and rows go beyond those that it was made for; else empty."""
+    """Warn where a model computes its positions, and rows go beyond those that it was made for; else return no text."""
     known, _ = positions_of(model)
     longest = data.longest if isinstance(data, RowBatches | TokenBatches) else 0
     if known is None or longest <= known:

@@ -76,7 +76,7 @@ class Reader:
 
 
 def codec_of(config: TrainConfig, origin: Mapping[str, Any] | None) -> Codec:
-    """What a run's tokens mean: by its tokenizer, else by that of the model's folder, else as bytes."""
+    """Choose what a run's tokens mean: by its tokenizer, else by that of the model's folder, else as bytes."""
     if path := tokenizer_path(config, (origin or {}).get("folder", "")):
         return TokenizerCodec(path, config.data.end)
     if reads_bytes(config):
@@ -89,12 +89,12 @@ def codec_of(config: TrainConfig, origin: Mapping[str, Any] | None) -> Codec:
 
 
 def tokenizer_path(config: TrainConfig, folder: str) -> str:
-    """The tokenizer of a run, else the folder of its model if that has one; empty where there is none."""
+    """Return the tokenizer of a run, else the folder of its model if that has one; empty where there is none."""
     if config.data.tokenizer:
         return config.data.tokenizer
     return folder if folder and any(Path(folder, name).is_file() for name in TOKENIZER_FILES) else ""
 
 
 def reads_bytes(config: TrainConfig) -> bool:
-    """Whether a run without a tokenizer reads text as bytes; rows without one are numbers."""
+    """Return whether a run without a tokenizer reads text as bytes; rows without one are numbers."""
     return config.data.tokens in ("bytes", "uint8") and not holds_rows(config.data)

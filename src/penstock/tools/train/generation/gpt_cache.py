@@ -25,8 +25,8 @@ class KeyValueCache(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.length = 0  # of the tokens that were read
-        self._kept: list[tuple[Tensor, Tensor]] = []  # by the number of the attention within a forward
+        self.length = 0  # Tokens that were read.
+        self._kept: list[tuple[Tensor, Tensor]] = []  # Indexed by the number of the attention within a forward.
         self._number = 0
 
     def __enter__(self) -> KeyValueCache:

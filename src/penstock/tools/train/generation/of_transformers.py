@@ -23,7 +23,7 @@ log = logging.getLogger("penstock.train")
 def continue_together(
     model: Any, end: int | None, prompts: list[list[int]], count: int, sampling: Sampling
 ) -> Iterator[tuple[int, int]]:
-    """(row, token) of all rows, token by token; a row that has come to its end adds no more."""
+    """Yield (row, token) of all rows, token by token; a row that has come to its end adds no more."""
     longest = max(map(len, prompts))
     _check_length(model, longest, count)
     fresh = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts], device="cpu")
@@ -51,7 +51,7 @@ def continue_together(
 
 
 def _check_length(model: Any, longest: int, count: int) -> None:
-    """UsageError where a text would go beyond a model's table of positions; a warning where it computes them."""
+    """Raise UsageError where a text would go beyond a model's table of positions; warn where it computes them."""
     known, has_table = positions_of(model)
     if known is None or longest + count <= known + 1:  # the last token is not read again
         return

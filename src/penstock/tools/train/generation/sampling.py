@@ -41,14 +41,14 @@ class Sampling:
         return self.temperature == 0
 
     def choose(self, scores: NDArray[Any], generator: np.random.Generator) -> int:
-        """One token, from the scores of all of them."""
+        """Choose one token, from the scores of all of them."""
         if self.greedy:
             return int(scores.argmax())
         shares = self.shares(scores)
         return int(np.searchsorted(shares.cumsum(), generator.random(), side="right").clip(max=len(shares) - 1))
 
     def shares(self, scores: NDArray[Any]) -> NDArray[np.float64]:
-        """The probability of each token; 0 for those that are not drawn from."""
+        """Return the probability of each token; 0 for those that are not drawn from."""
         with np.errstate(over="ignore"):  # near 0, all but the likeliest are infinitely unlikely
             scaled = (scores.astype(np.float64) - scores.max()) / self.temperature
         if self.top_k is not None and self.top_k < len(scaled):

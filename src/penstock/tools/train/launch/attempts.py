@@ -2,7 +2,7 @@
 
 torch's elastic agents keep one store for all attempts, and nothing in a rank's environment tells one attempt from
 the next on every host: each agent counts the restarts of its own ranks. Under the same keys, a new rank would find the
-addresses of dead ones. So rank 0 thinks of a new prefix each time, and tells it to the others: each asks with a word
+addresses of dead ones. So rank 0 thinks of a new prefix each time, and gives it to the others: each asks with a word
 of its own, which nobody has used before, and takes only the answer to that word, with the code of the run's secret.
 """
 
@@ -32,7 +32,7 @@ LET_GO = timedelta(seconds=10)  # the store may end with this process, so that t
 
 
 def new_prefix(store: Any, rank: int, count: int, limit: timedelta) -> str:
-    """A prefix that all ranks of this attempt have, and no rank of another one."""
+    """Agree on a prefix that all ranks of this attempt have, and no rank of another one."""
     try:
         return _hand_out(store, count, limit) if rank == 0 else _ask(store, rank, count, limit)
     except DistError as error:
@@ -40,7 +40,7 @@ def new_prefix(store: Any, rank: int, count: int, limit: timedelta) -> str:
 
 
 def reach_store(limit: timedelta) -> tuple[Any, int]:
-    """The store that the launcher's environment names, and this process's rank."""
+    """Return the store that the launcher's environment names, and this process's rank."""
     try:
         store, rank, _ = next(rendezvous("env://", timeout=limit))
     except DistError as error:
@@ -71,7 +71,7 @@ def _ask(store: Any, rank: int, count: int, limit: timedelta) -> str:
 
 
 def _comes(store: Any, name: str, deadline: float) -> bool:
-    """Wait for something that rank 0 says; in slices, because a signal is not heard inside the store."""
+    """Wait for something that rank 0 writes; in slices, because a signal does not interrupt the store."""
     pause = BEAT
     while not store.check([name]):
         if time.monotonic() > deadline:
@@ -117,7 +117,7 @@ def stand_by(store: Any, rank: int) -> int:
 
 
 def let_go(store: Any, ranks: Iterable[int]) -> None:
-    """The run has ended well: those that stand by may go."""
+    """Let those go that stand by: the run has ended well."""
     names = [_gone(rank) for rank in ranks]
     with suppress(DistError):  # one that is lost is not waited for, and the store may be gone with it
         store.set(ENDED, "")

@@ -1,4 +1,4 @@
-"""Where a launched rank begins, and what it is told.
+"""Where a launched rank begins, and what it is given.
 
 The launcher loads this file too, and waits while ranks work. What they work with (the pipeline, models, checkpoints) is
 loaded once, by the server that they are forked from.
@@ -13,7 +13,7 @@ from penstock.tools.train.config.settings import TrainConfig
 
 @dataclass(frozen=True)
 class Job:
-    """What a process is told; it travels to it pickled."""
+    """What a process is given; it travels to it pickled."""
 
     config: TrainConfig
     resume_command: str  # the command that goes on with this run
@@ -24,7 +24,8 @@ class Job:
 def enter(job: Job) -> int:
     """Train as a launched rank; the exit code."""
     from penstock.tools.train.worker import (
-        train_launched,  # as slow to load as torch, for the launcher; here it is loaded
+        # This takes as long to load as torch in the launcher; here it is loaded.
+        train_launched,
     )
 
     return train_launched(job)

@@ -16,7 +16,7 @@ from penstock.tools.train.config.consistent import processes_of
 from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.config.source import libraries_of
 
-LOOPBACK_INTERFACE = "lo"  # which gloo's connections do not leave
+LOOPBACK_INTERFACE = "lo"  # gloo's connections do not leave it.
 
 WANTED = {
     # At the end of every operation threads wait for each other, by default in a loop that keeps the core. Where another
@@ -53,10 +53,10 @@ def start_fork_server(config: TrainConfig) -> None:
 def kill_fork_server() -> None:
     """End the server, and with it every rank that was forked from it; they have ended when this returns.
 
-    A rank that is just starting would else miss what the launcher takes away, and say so.
+    A rank that is just starting would else miss what the launcher takes away, and report that.
     """
     server: Any = multiprocessing.forkserver._forkserver
     if server._forkserver_pid is not None:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(server._forkserver_pid, signal.SIGKILL)
-            os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOWAIT)  # its children are then killed, too
+            os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOWAIT)  # Its children are then killed, too.

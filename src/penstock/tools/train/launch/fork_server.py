@@ -22,7 +22,7 @@ SERVER = os.getpid()
 def _die_with_server() -> None:
     if os.getppid() == SERVER:  # a rank; what a rank forks is its own affair
         die_with_parent()
-        if os.getppid() != SERVER:  # it went just before
+        if os.getppid() != SERVER:  # The server ended just before.
             os._exit(1)
 
 

@@ -41,12 +41,13 @@ from penstock.tools.train.launch.rank_notes import note_path, read_note, ready_p
 from penstock.tools.train.launch.stopping import INTERRUPTED, asking, is_echo
 from penstock.tools.train.run.run_folder import RunFolder
 
-FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # else torchrun's agents keep the address of a store that has moved
-SETTLE = 4.0  # seconds that ranks have to say what they know of a failure, before they are ended
+# Without it, torchrun's agents keep the address of a store that has moved.
+FRESH_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+SETTLE = 4.0  # seconds that ranks have to report what they know of a failure, before they are ended
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
 SHOW_CURSOR = "\x1b[?25h"
 CHATTY = ("torch.distributed.elastic", "torch.multiprocessing", "torch.distributed.launcher")
-Say = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 class _AtOnce(BaseException):
@@ -54,14 +55,14 @@ class _AtOnce(BaseException):
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, which also says who failed and why."""
+    """torch's agent, which also reports who failed and why."""
 
-    def __init__(self, spec: WorkerSpec, folder: RunFolder, say: Say, **options: Any) -> None:
+    def __init__(self, spec: WorkerSpec, folder: RunFolder, notify: Notify, **options: Any) -> None:
         super().__init__(spec, **options)
-        self._folder, self._say = folder, say
+        self._folder, self._notify = folder, notify
         self.stopping = False
         self.reason = ""  # why the last attempt failed
-        self.usage = False  # because of what the user asked for
+        self.usage = False  # Whether the user asked for something that cannot work.
 
     @property
     def ready(self) -> bool:
@@ -83,7 +84,7 @@ class Agent(LocalElasticAgent):
         return result
 
     def _settled(self) -> dict[int, int]:
-        """Once a rank has failed, wait until all have said what they know; end those that do not come back.
+        """Wait, once a rank has failed, until all have reported what they know; end those that do not come back.
 
         Returns exit codes as the ranks chose them, before any was ended from here.
         """
@@ -120,18 +121,18 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
         elif self._remaining_restarts:
             where = f"from {newest}" if newest else "from the beginning: there is no checkpoint yet"
-            self._say(f"{self.reason}\nrestart {attempt + 1} of {spec.max_restarts}, {where}")
+            self._notify(f"{self.reason}\nrestart {attempt + 1} of {spec.max_restarts}, {where}")
 
 
 def _newest(folder: RunFolder) -> str | None:
-    from penstock.checkpoint.disk.manifest import find_newest  # as slow to load as torch, and few runs fail
+    from penstock.checkpoint.disk.manifest import find_newest  # This is slow to load, and few runs fail.
 
-    latest, _ = find_newest(folder.checkpoints)  # the ranks say why others were passed over
+    latest, _ = find_newest(folder.checkpoints)  # The ranks report why others were passed over.
     return None if latest is None else str(latest)
 
 
 def _culprit(codes: dict[int, int], notes: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of all that is known the best: a signal that ended a rank, an error of its own, or what its peers say of it."""
+    """Choose the best that is known: a signal that ended a rank, its own error, or what its peers report of it."""
     final = next((note for note in notes if note["final"]), None)
     if final is not None:
         return {"rank": final["culprit"], "cause": final["cause"], "final": True, "usage": final["usage"]}
@@ -155,13 +156,13 @@ def _place(note: dict[str, Any]) -> str:
     return f" ({', '.join(named)})" if named else ""
 
 
-def launch(job: Job, say: Say) -> int:
+def launch(job: Job, notify: Notify) -> int:
     """Train on local processes; the exit code of the command."""
     config = job.config
     folder = RunFolder(Path(config.output))
-    for old in folder.logs.glob("ready-*"):  # of a run before this one
+    for old in folder.logs.glob("ready-*"):  # A run before this one left them.
         old.unlink()
-    for name in CHATTY:  # what they report is said better here
+    for name in CHATTY:  # What they report is reported better here.
         logging.getLogger(name).setLevel(logging.CRITICAL)
     ranks = processes_of(config)
     spec = WorkerSpec(
@@ -182,22 +183,22 @@ def launch(job: Job, say: Say) -> int:
     agent = Agent(
         spec,
         folder,
-        say,
+        notify,
         logs_specs=logs,
         start_method="forkserver",
         log_line_prefix_template="[rank ${rank}] ",
         exit_barrier_timeout=10,
         shutdown_timeout=10,
     )
-    with _interrupts(agent, say):
-        return _run(agent, folder, say)
+    with _interrupts(agent, notify):
+        return _run(agent, folder, notify)
 
 
-def _run(agent: Agent, folder: RunFolder, say: Say) -> int:
+def _run(agent: Agent, folder: RunFolder, notify: Notify) -> int:
     try:
         result = agent.run()
     except _AtOnce:
-        say("left at once; what was saved before is whole")
+        notify("left at once; what was saved before is whole")
         return INTERRUPTED
     finally:
         agent._worker_group.spec.rdzv_handler.shutdown()
@@ -207,14 +208,14 @@ def _run(agent: Agent, folder: RunFolder, say: Say) -> int:
     if result.is_failed():
         if agent.stopping and not agent.reason:
             return INTERRUPTED
-        say(f"{agent.reason}\nwhat each rank wrote is in {folder.logs}")
+        notify(f"{agent.reason}\nwhat each rank wrote is in {folder.logs}")
         return 2 if agent.usage else 1
     return max((int(code) for code in result.return_values.values()), default=0)
 
 
 @contextmanager
-def _interrupts(agent: Agent, say: Say) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP: once, ranks finish the step and save; twice, everything ends."""
+def _interrupts(agent: Agent, notify: Notify) -> Iterator[None]:
+    """Handle Ctrl-C, SIGTERM and SIGHUP: once, ranks finish the step and save; twice, everything ends."""
 
     since = float("-inf")
 
@@ -224,12 +225,12 @@ def _interrupts(agent: Agent, say: Say) -> Iterator[None]:
             return
         since = monotonic()
         if agent.stopping or not agent.ready:
-            for each in before:  # all is said: another one must not cut the end short
+            for each in before:  # Another signal must not cut the end short.
                 signal.signal(each, signal.SIG_IGN)
             kill_fork_server()
             raise _AtOnce
         agent.stopping = True
-        say("finishing the step, then saving; once more to leave at once")
+        notify("finishing the step, then saving; once more to leave at once")
         agent.signal_ranks(signal.SIGINT)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, *asking())}
@@ -244,7 +245,7 @@ def _interrupts(agent: Agent, say: Say) -> Iterator[None]:
 
 
 def torchrun_command(config: TrainConfig, arguments: list[str]) -> str:
-    """How the same run starts on several hosts, in words.
+    """Describe how the same run starts on several hosts.
 
     Static where that is possible: torchrun's c10d rendezvous, which elastic runs need, unpickles what anybody sends it.
     """

@@ -37,7 +37,7 @@ class LocalRendezvous(RendezvousHandler):
         return "penstock-local"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """An attempt begins; there is nobody to wait for."""
+        """Begin an attempt; there is nobody to wait for."""
         assert self._store is not None
         return RendezvousInfo(HashStore(), 0, 1, self._place)
 
@@ -51,7 +51,7 @@ class LocalRendezvous(RendezvousHandler):
         return 0
 
     def get_run_id(self) -> str:
-        """Tells this run from others in torch's logs."""
+        """Return what tells this run from others in torch's logs."""
         return self._run_id
 
     def shutdown(self) -> bool:

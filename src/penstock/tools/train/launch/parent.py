@@ -22,7 +22,7 @@ def die_with_parent() -> None:
 
 
 def die_with(launcher: int) -> None:
-    """When the launcher is gone, so is this process, whose parent may be a fork server: a thread waits for both."""
+    """End this process when the launcher is gone; its parent may be a fork server, so a thread waits for both."""
     parent = os.getppid()
     die_with_parent()
     try:
@@ -31,7 +31,7 @@ def die_with(launcher: int) -> None:
         os._exit(1)
     except (OSError, AttributeError):  # a kernel older than 5.3
         return
-    if os.getppid() != parent:  # it went before it could be watched
+    if os.getppid() != parent:  # The parent ended before it could be watched.
         os._exit(1)
     threading.Thread(target=_wait_and_die, args=(ended,), name="penstock-launcher", daemon=True).start()
 

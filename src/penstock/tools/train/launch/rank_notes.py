@@ -15,17 +15,17 @@ from penstock.writing import write_whole
 
 
 def note_path(folder: RunFolder, attempt: int, rank: int) -> Path:
-    """The file in which a rank that failed says why."""
+    """Return the file in which a rank that failed reports why."""
     return folder.logs / f"failed-{attempt}-{rank}.json"
 
 
 def ready_path(folder: RunFolder, attempt: int, rank: int) -> Path:
-    """The file that is there while a rank can be asked to stop."""
+    """Return the file that is there while a rank can be asked to stop."""
     return folder.logs / f"ready-{attempt}-{rank}"
 
 
 def leave_note(path: Path, rank: int, error: BaseException, final: bool) -> None:
-    """Say why a rank failed: whose fault it is, the cause, and whether starting again would end in the same way."""
+    """Note why a rank failed: whose fault it is, the cause, and whether starting again would end in the same way."""
     cause, culprit = f"{type(error).__name__}: {error}", rank
     place: dict[str, Any] = {}
     if isinstance(error, PeerFailure):
@@ -33,19 +33,19 @@ def leave_note(path: Path, rank: int, error: BaseException, final: bool) -> None
         place = {"stage": error.stage, "action": error.action, "microbatch": error.microbatch}
     elif isinstance(error, PenstockError):
         cause = str(error)
-        other = re.match(r"process (\d+): ", cause)  # of a save: what went wrong on another rank
+        other = re.match(r"process (\d+): ", cause)  # A save has failed on another rank.
         if isinstance(error, CheckpointError) and other:
             culprit, cause = int(other[1]), cause[other.end() :]
     usage = isinstance(error, UsageError)
     note = {"rank": rank, "culprit": culprit, "cause": cause, "final": final, "usage": usage, **place}
-    with suppress(OSError):  # on a full disk the exit code must do
+    with suppress(OSError):  # Where the disk is full, the exit code must do.
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, note)
         write_whole(path.with_suffix(".txt"), "".join(traceback.format_exception(error)))
 
 
 def read_note(path: Path) -> dict[str, Any] | None:
-    """A rank's note, if it could leave one."""
+    """Read a rank's note, if it could leave one."""
     try:
         found: dict[str, Any] = read_json(path)
     except OSError:

@@ -1,7 +1,7 @@
 """Ctrl-C: once finishes the step, saves and leaves; twice leaves at once.
 
 A handler only takes a note, and the loop asks for it between steps: no step and no save is ever cut in two. All ranks
-must stop after the same step, so the loop lets them tell each other.
+must stop after the same step, so the loop has them agree.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from time import monotonic
 from types import FrameType
 from typing import Any
 
-INTERRUPTED = 130  # the exit code of a run that was asked to stop, as a shell would say
-ECHO_SECONDS = 0.5  # between signals that are one request: `timeout` sends to its child, then to the whole group
+INTERRUPTED = 130  # the exit code of a run that was asked to stop, as of a shell
+# Signals this close together are one request: `timeout` sends to its child, then to the whole group.
+ECHO_SECONDS = 0.5
 
 
 def asking() -> tuple[signal.Signals, ...]:
-    """What asks a run to stop, beside Ctrl-C: SIGTERM, and a terminal that goes, unless nohup says that it may."""
+    """Return what asks a run to stop, beside Ctrl-C: SIGTERM, and a closed terminal, unless nohup allows that."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
 
 
 def is_echo(since: float) -> bool:
-    """Whether a signal belongs to the request that came at that time."""
+    """Return whether a signal belongs to the request that came at that time."""
     return monotonic() - since < ECHO_SECONDS
 
 
@@ -67,8 +68,9 @@ _entered: list[Stop] = []
 
 
 def _leave_in_fork() -> None:
-    """What a data set forks must end by its `terminate`. A handler of Python's may come too late: it does not end a
-    sleep that begins in the moment of the signal.
+    """Reset the signals in what a data set forks, which must end by its `terminate`.
+
+    A handler of Python's may come too late: it does not end a sleep that begins in the moment of the signal.
     """
     while _entered:
         _entered.pop().leave()

@@ -32,7 +32,7 @@ class Embed(nn.Module):
         nn.init.normal_(self.place.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Passing:
-        """(rows, tokens) to (rows, tokens, width)."""
+        """Map (rows, tokens) to (rows, tokens, width)."""
         length = tokens.shape[-1]
         if length > self.place.num_embeddings:
             raise ValueError(f"a row has {length} tokens, the model takes {self.place.num_embeddings} at most")
@@ -59,11 +59,11 @@ class Block(nn.Module):
         for linear in (self.project, self.join, self.widen, self.narrow):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
-        for last in (self.join, self.narrow):  # so that many blocks do not add up to more
+        for last in (self.join, self.narrow):  # Many blocks must not add up to more.
             nn.init.normal_(last.weight, std=0.02 / (2 * layers) ** 0.5)
 
     def forward(self, passing: Passing) -> Passing:
-        """(rows, tokens, width) to the same."""
+        """Map (rows, tokens, width) to the same."""
         x, positions = passing if isinstance(passing, tuple) else (passing, None)
         x = x + self.drop(self.join(self._attend(self.before_attention(x), positions)))
         hidden = F.gelu(self.widen(self.before_network(x)), approximate="tanh")
@@ -81,7 +81,7 @@ class Block(nn.Module):
 
 
 def within_documents(positions: Tensor) -> Tensor:
-    """Which token may look at which: (rows, 1, tokens, tokens), itself and what came before in its document."""
+    """Compute which token may look at which, (rows, 1, tokens, tokens): itself and what came before in its document."""
     document = (positions == 0).cumsum(1)
     length = positions.shape[1]
     causal = torch.ones(length, length, dtype=torch.bool, device=positions.device).tril()
@@ -98,14 +98,14 @@ class Head(nn.Module):
         nn.init.normal_(self.scores.weight, std=0.02)
 
     def forward(self, passing: Passing) -> Tensor:
-        """(rows, tokens, width) to (rows, tokens, vocabulary)."""
+        """Map (rows, tokens, width) to (rows, tokens, vocabulary)."""
         x = passing[0] if isinstance(passing, tuple) else passing
         scores: Tensor = self.scores(self.norm(x))
         return scores
 
 
 def build_gpt(options: GPTOptions, sequence: int) -> nn.Sequential:
-    """The model, with weights from torch's generator."""
+    """Build the model, with weights from torch's generator."""
     context = options.context or sequence
     parts: OrderedDict[str, nn.Module] = OrderedDict()
     parts["embed"] = Embed(options.vocabulary, context, options.width, options.dropout)

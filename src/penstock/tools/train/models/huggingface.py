@@ -33,19 +33,19 @@ NO_FOLDER_CODE = (
 
 
 def folder_of(config: TrainConfig) -> Path | None:
-    """The folder of a Hugging Face model that a configuration names, if it names one."""
+    """Return the folder of a Hugging Face model that a configuration names, if it names one."""
     source = config.model.source
     folder = Path(source.removeprefix(HUGGINGFACE))
     return folder if source.startswith(HUGGINGFACE) and (folder / "config.json").is_file() else None
 
 
 def is_pretrained(config: TrainConfig) -> bool:
-    """Whether the weights are to come from a folder."""
+    """Return whether the weights are to come from a folder."""
     return folder_of(config) is not None and config.model.init != "random"
 
 
 def build_huggingface(config: TrainConfig) -> nn.Module:
-    """A model of transformers: without values where a folder has them, else with random ones.
+    """Build a model of transformers: without values where a folder has them, else with random ones.
 
     Nothing is downloaded, and code that lies in the folder is not run, whatever the configuration says.
     """
@@ -58,7 +58,7 @@ def build_huggingface(config: TrainConfig) -> nn.Module:
         return _of_shape(config, shape)
     assert folder is not None
     if not has_weights(folder):
-        PretrainedFolder(folder)  # which says what is missing
+        PretrainedFolder(folder)  # This names what is missing.
     with lazy():
         model: Any = _of_shape(config, shape)
     model.name_or_path = str(folder)
@@ -67,18 +67,18 @@ def build_huggingface(config: TrainConfig) -> nn.Module:
 
 
 def left_out(config: TrainConfig) -> Callable[[str], bool] | None:
-    """What checkpoints need not hold, by name: the frozen weights beside adapters, which are in their folder."""
+    """Choose what checkpoints need not hold, by name: the frozen weights beside adapters, which are in their folder."""
     return (lambda name: not is_adapter(name)) if has_adapters(config) and is_pretrained(config) else None
 
 
 def base_mark(config: TrainConfig) -> str | None:
-    """What tells the weights that checkpoints leave out from others."""
+    """Return what tells the weights that checkpoints leave out from others."""
     folder = folder_of(config)
     return None if left_out(config) is None or folder is None else PretrainedFolder(folder).fingerprint()
 
 
 def check_base(config: TrainConfig, saved: Any) -> None:
-    """A checkpoint of adapters goes with the weights that they were trained on."""
+    """Refuse a checkpoint of adapters that were trained on other weights."""
     mark = base_mark(config)
     if mark != saved:
         raise UsageError(
@@ -88,7 +88,7 @@ def check_base(config: TrainConfig, saved: Any) -> None:
 
 
 def values_of(config: TrainConfig, model: nn.Module) -> Callable[[str, Tensor], Any] | None:
-    """What fills the parameters of a model that was built without values; None for one that has them."""
+    """Return what fills the parameters of a model that was built without values; None for one that has them."""
     if not is_lazy(model):
         return None
     folder = folder_of(config)
@@ -104,7 +104,7 @@ def values_of(config: TrainConfig, model: nn.Module) -> Callable[[str, Tensor], 
 
 
 def tensor_plan_of(config: TrainConfig, model: nn.Module) -> Any:
-    """How tensors are spread over mesh.tp: as the configuration says, else by the names that the model has."""
+    """Choose how tensors are spread over mesh.tp: as the configuration says, else by the names that the model has."""
     if config.mesh.tensor_plan is not None:
         return config.mesh.tensor_plan
     if config.model.source == "gpt":

@@ -28,12 +28,12 @@ from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.config.source import HUGGINGFACE
 
 OTHER_MODEL = f"this adapter was made for another model: its {ADAPTER_CONFIG} names which"
-NAME = re.compile(r"([\w.^$-]|\\\.)*")  # of a layer, as peft writes it
+NAME = re.compile(r"([\w.^$-]|\\\.)*")  # A layer's name, as peft writes it.
 LINEAR = (nn.Linear.__name__, "Conv1D")  # transformers' own, of GPT-2, keeps its weight the other way
 
 
 def has_adapters(config: TrainConfig) -> bool:
-    """Whether the configuration asks for adapters."""
+    """Return whether the configuration asks for adapters."""
     return config.lora.rank > 0 or config.lora.adapter is not None
 
 
@@ -64,7 +64,7 @@ def add_adapters(config: TrainConfig, model: nn.Module) -> nn.Module:
 
 
 def unmatched_target(config: TrainConfig, model: nn.Module) -> str:
-    """The error about a target that no layer's name ends in, with near names; empty where each target has a layer."""
+    """Describe a target that no layer's name ends in, with near names; empty where each target has a layer."""
     names = [name for name, _ in model.named_modules() if name]
     linear = [name for name, layer in model.named_modules() if type(layer).__name__ in LINEAR]
     layers = sorted({name.rpartition(".")[2] for name in linear})
@@ -80,7 +80,7 @@ def unmatched_target(config: TrainConfig, model: nn.Module) -> str:
 
 
 def adapter_values(config: TrainConfig) -> Callable[[str, Tensor], Any]:
-    """What fills the parameters of adapters: the folder that they start from, or peft's usual beginning."""
+    """Return what fills the parameters of adapters: the folder that they start from, or peft's usual beginning."""
     if config.lora.adapter is not None:
         return partial(_read_adapter, PretrainedFolder(config.lora.adapter, ADAPTER_WEIGHTS))
     return lambda name, tensor: begin_adapter(config.seed, name, tensor)
@@ -104,7 +104,7 @@ def _check_all_placed(folder: str, model: nn.Module) -> None:
 
 
 def begin_adapter(seed: int, name: str, tensor: Tensor) -> None:
-    """Where an adapter begins: its second factor at zero, so that the model is as it was."""
+    """Fill in the beginning of an adapter: its second factor at zero, so that the model is as it was."""
     with torch.no_grad():
         if "lora_B" in name or "lora_embedding_A" in name:
             tensor.zero_()

@@ -8,7 +8,7 @@ from penstock.tools.train.run.memory import Memory
 
 
 def optimizer_states(config: TrainConfig) -> float:
-    """How often as many bytes as the trained parameters the optimizer keeps."""
+    """Return how often as many bytes as the trained parameters the optimizer keeps."""
     if config.optimizer.name == "adamw8bit":
         return OPTIMIZERS["adamw"] / 4  # a byte for four
     momentum = config.optimizer.name == "sgd" and config.optimizer.momentum
@@ -16,7 +16,7 @@ def optimizer_states(config: TrainConfig) -> float:
 
 
 def exchanged_bytes(weights: float, trained: float, replicas: int, sharded: bool) -> float:
-    """What replicas need in a step besides: a copy of the gradients, or whole weights and gradients of shards."""
+    """Count what replicas need in a step besides: a copy of the gradients, or whole weights and gradients of shards."""
     if replicas == 1:
         return 0.0
     return (weights + trained) * replicas if sharded else trained
@@ -32,7 +32,7 @@ def rank_memory(
     copy: float,
     together: float | None = None,
 ) -> Memory:
-    """The memory of a rank, by kind.
+    """Add up the memory of a rank, by kind.
 
     `alone` is what its process takes without a model, and `copy` what a checkpoint is written from. `together` is the
     most that gradients and activations take at one time, where that is known: without accumulation, gradients come

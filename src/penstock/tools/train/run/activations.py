@@ -28,13 +28,13 @@ from penstock.tools.train.data.layouts import split_of
 from penstock.tools.train.loss import shares_of
 from penstock.tools.train.run.allocations import COMPUTES, Allocations, Arrivals, StepPeaks
 
-PASSES = 3  # of which the last is counted: in the first, a stage learns what its `W` can defer
+PASSES = 3  # The last pass is counted: in the first, a stage learns what its `W` can defer.
 
 
 class _Way(NamedTuple):
     """How a microbatch may be run in a schedule."""
 
-    split: bool  # its backward comes as I and W
+    split: bool  # The backward comes as I and W.
     recomputed: bool
 
 
@@ -42,7 +42,7 @@ class _Compute(NamedTuple):
     """What an action does to the memory."""
 
     change: int  # more that is held when it has ended
-    rise: int  # and at most while it runs
+    rise: int  # Bytes more, at most, while it runs.
 
 
 class _Measured(NamedTuple):
@@ -56,7 +56,7 @@ class _Measured(NamedTuple):
 def measure_peaks(
     config: TrainConfig, schedule: Schedule, balance: Any, batch: DataBatch, values: Init
 ) -> list[StepPeaks] | None:
-    """The most bytes on each rank of `schedule`, whose stages are cut by `balance`; None while somebody profiles."""
+    """Measure the peak on each rank of `schedule`, whose stages are cut by `balance`; None while somebody profiles."""
     if not Allocations.can_count():
         return None
     kinds = _kinds(config, schedule)
@@ -72,7 +72,7 @@ def _computes(row: Sequence[Action | None]) -> Iterator[Action]:
 
 
 def _kinds(config: TrainConfig, schedule: Schedule) -> dict[tuple[int, int], _Way]:
-    """By stage and microbatch."""
+    """Return how each microbatch runs, by stage and microbatch."""
     actions = [action for row in schedule.rows for action in _computes(row)]
     split = {(action.stage, action.microbatch) for action in actions if action.op is Op.I}
     last = schedule.microbatches - 1
@@ -93,7 +93,7 @@ def _measure(config: TrainConfig, stages: int, kind: _Way, balance: Any, batch: 
     largest = largest_microbatch(config, batch)
     model, loss = build_model(config)
     with build_pipeline(
-        replace(config, pipeline=alone, data=replace(config.data, max_tokens=None)),  # it is cut already
+        replace(config, pipeline=alone, data=replace(config.data, max_tokens=None)),  # The batch is cut already.
         model,
         loss,
         largest,
@@ -107,7 +107,7 @@ def _measure(config: TrainConfig, stages: int, kind: _Way, balance: Any, batch: 
 
 
 def largest_microbatch(config: TrainConfig, batch: DataBatch) -> DataBatch:
-    """The microbatch of a batch with most tokens; cut by rows, all have as many, up to one row."""
+    """Return the microbatch of a batch with most tokens; cut by rows, all have as many, up to one row."""
     microbatches, by_tokens = config.pipeline.microbatches, split_of(config.data).split
     plan = None if by_tokens is None else by_tokens.plan(batch.args, batch.kwargs, microbatches, fixed=False)
 

@@ -1,6 +1,6 @@
 """Counts what this thread allocates and frees of the memory of tensors, exactly.
 
-torch's own profiler is told of every block that its allocator gives out or takes back, with address and size, whether
+torch's own profiler sees every block that its allocator gives out or takes back, with address and size, whether
 a tensor that a user sees is made of it or a kernel needs it for a moment. So a peak is a sum over a list, and not what
 a clock happened to see. The numbers that are computed are not touched.
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.runtime.engine.handlers import Context
 
 QUIET = "99"  # a level of messages above all that the profiler has
-LABEL = "penstock "  # of actions, by the executor, while somebody profiles
+LABEL = "penstock "  # The executor labels actions by it, while somebody profiles.
 COMPUTES = (Op.F, Op.B, Op.I, Op.W)
 STAYS = sys.maxsize  # later than any moment
 
@@ -46,18 +46,20 @@ class BlockChange(NamedTuple):
 class Allocations:
     """What happens to the memory of tensors inside the `with` block, in the order in which it happens.
 
-    `actions` says when the computes of a pipeline's program began and ended, the last time that each ran.
+    `actions` has when the computes of a pipeline's program began and ended, the last time that each ran.
     """
 
     def __init__(self) -> None:
         self.changes: list[BlockChange] = []
         self.actions: dict[Action, tuple[int, int]] = {}
-        os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)  # or it would write to the terminal that it begins and ends
+        os.environ.setdefault(
+            "KINETO_LOG_LEVEL", QUIET
+        )  # The profiler would report on the terminal that it begins and ends.
         self._profile: Any = profiler.profile(profile_memory=True)
 
     @staticmethod
     def can_count() -> bool:
-        """Whether nobody else is profiling: there is one profiler in a process."""
+        """Return whether nobody else is profiling: there is one profiler in a process."""
         return not profiler._is_profiler_enabled
 
     def __enter__(self) -> Allocations:
@@ -78,12 +80,12 @@ class Allocations:
         self.changes = list(_own(sorted(self.changes, key=lambda change: change.when)))
 
     def within(self, begin: int, end: int) -> tuple[int, int]:
-        """How much more is held at the end of a span of time than at its beginning, and how much more at most."""
+        """Return how much more is held at the end of a span of time than at its start, and how much more at most."""
         inside = [change.nbytes for change in self.changes if begin <= change.when < end]
         return sum(inside), max(accumulate(inside, initial=0))
 
     def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """All blocks: (when it came, when it went, bytes). What stays, as gradients do, goes at `STAYS`."""
+        """Yield all blocks: (when it came, when it went, bytes). What stays, as gradients do, goes at `STAYS`."""
         there: dict[int, BlockChange] = {}
         for change in self.changes:
             if change.nbytes > 0:
@@ -94,7 +96,7 @@ class Allocations:
 
 
 def _own(changes: Iterable[BlockChange]) -> Iterator[BlockChange]:
-    """Without what was given out earlier and is taken back now, such as garbage that Python happens to collect."""
+    """Leave out what was given out earlier and is taken back now, such as garbage that Python happens to collect."""
     there: set[int] = set()
     for change in changes:
         if change.nbytes > 0:
@@ -106,7 +108,7 @@ def _own(changes: Iterable[BlockChange]) -> Iterator[BlockChange]:
 
 
 def most_at_once(spans: Iterable[tuple[int, int, int]]) -> int:
-    """The most bytes at any moment, of (when they come, when they go, bytes)."""
+    """Return the most bytes at any moment, of (when they come, when they go, bytes)."""
     changes = sorted(change for begin, end, size in spans for change in ((begin, size), (end, -size)))
     return max(accumulate((size for _, size in changes), initial=0))
 
@@ -115,7 +117,7 @@ class Arrivals:
     """How much the computes of a step find in messages, seen inside the `with` block."""
 
     def __init__(self, pipe: Pipeline) -> None:
-        self.sizes: dict[tuple[Action, int], int] = {}  # by the compute and the stage that has sent it
+        self.sizes: dict[tuple[Action, int], int] = {}  # Indexed by the compute and the stage that has sent it.
         self._pipe = pipe
         (executor,) = pipe.deployment.ranks.executors.values()
         self._fetched = executor.mailbox.fetched
@@ -134,11 +136,11 @@ class Arrivals:
         found = self._fetched.get(("F" if action.op is Op.F else "B", action.stage, action.microbatch), {})
         for maker, value in found.items():
             self.sizes[action, maker] = bytes_of(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-        del found  # or it would be held while it is computed on
+        del found  # It must not be held while it is computed on.
         context.compute(action)
 
     def spans(self, times: Mapping[Action, tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-        """What came from other ranks: (when a compute took it, when it was given up, bytes).
+        """Yield what came from other ranks: (when a compute took it, when it was given up, bytes).
 
         An input is kept until the last backward of its microbatch, a gradient while one runs.
         """
@@ -157,8 +159,8 @@ class Arrivals:
 class StepPeaks:
     """The most bytes of tensors that come in a step, at one moment."""
 
-    activations: float = 0.0  # of those that are gone at its end
-    with_gradients: float = 0.0  # of all
+    activations: float = 0.0  # The peak of those that are gone at its end.
+    with_gradients: float = 0.0  # The peak of all.
 
 
 @contextmanager
@@ -173,7 +175,7 @@ def counted_step(pipe: Pipeline) -> Iterator[StepPeaks]:
 
 
 def bytes_of(tensors: Iterable[Tensor | None]) -> int:
-    """What tensors take here; of a sharded or spread one its own part, and what several share once."""
+    """Count what tensors take here; of a sharded or spread one its own part, and what several share once."""
     local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors if each is not None]
     return sum({id(each): each.numel() * each.element_size() for each in local}.values())
 

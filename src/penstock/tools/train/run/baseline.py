@@ -28,7 +28,7 @@ from penstock.tools.train.config.source import is_trusted
 def process_bytes(
     libraries: list[str], code: Iterable[str] = (), config: TrainConfig | None = None, *, forked: bool = True
 ) -> int:
-    """The bytes of a process that has trained a model not worth mentioning.
+    """Measure the bytes of a process that has trained a model too small to count.
 
     It has loaded `libraries` before it was forked, and afterwards `code`, the modules that the model is from; it has
     opened the data of `config`.
@@ -52,7 +52,7 @@ def process_bytes(
 
 
 def code_of(modules: Iterable[object]) -> list[str]:
-    """The modules of installed libraries that the layers of a model are from, which each rank loads for itself."""
+    """Return the modules of installed libraries with a model's layers, which each rank loads for itself."""
     names = {type(module).__module__ for module in modules}
     return sorted(name for name in names if name.partition(".")[0] in ("transformers", "peft"))
 
@@ -77,7 +77,7 @@ def main(how: str, libraries: str, code: str) -> int:
 
 
 def _open(config: TrainConfig) -> Any:
-    """The data of a run, up to its first batch; and what the first rank loads for figures."""
+    """Open the data of a run, up to its first batch; load what the first rank uses for figures."""
     from penstock.tools.train.data.batches import open_data
 
     if config.logging.wandb != "off":
@@ -113,7 +113,7 @@ def _train(spread: bool) -> None:
         model, stages=2, microbatches=2, loss_fn=loss, loss_options=loss.options, transport="threads"
     ) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters())
-        with Allocations():  # as in the first steps of a run
+        with Allocations():  # The first steps of a run count their memory, too.
             pipe.step(rows, target=rows)
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
@@ -125,7 +125,7 @@ def _train(spread: bool) -> None:
 
 
 def _train_spread() -> None:
-    """A step of a layer whose tensors are divided over a group of one, with what torch loads for that."""
+    """Train a layer whose tensors are divided over a group of one, with what torch loads for that."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def closing_words(
     config: TrainConfig, folder: RunFolder, ending: Ending, checkpoint: Path | None, seconds: float, resume: str
 ) -> str:
-    """What a run says at its end; `resume` is the command that resumes it."""
+    """Return the last lines of a run; `resume` is the command that resumes it."""
     page = save_run_page(folder)
     numbers = f"loss {ending.loss:.4f}" if ending.loss is not None else "nothing left to do"
     if ending.validation is not None:
@@ -49,12 +49,12 @@ def closing_words(
 
 
 def _as_output(path: Path | None, folder: RunFolder) -> str:
-    """A path in the folder of the run, relative where `output` is."""
+    """Write a path in the folder of the run, relative where `output` is."""
     return str(path) if path is None or folder.root.is_absolute() else os.path.relpath(path)
 
 
 def what_next(config: TrainConfig, root: Path) -> Iterator[str]:
-    """The commands that make something of a run that is complete."""
+    """Yield the commands that make something of a run that is complete."""
     huggingface = config.model.source.startswith(HUGGINGFACE)
     run = shlex.quote(str(root))
     folder = config.model.source.removeprefix(HUGGINGFACE) if huggingface else ""
@@ -66,7 +66,7 @@ def what_next(config: TrainConfig, root: Path) -> Iterator[str]:
 
 
 def _learns_chats(config: TrainConfig) -> bool:
-    """Whether rows are, or may be, chats: the tokenizer has a template for them."""
+    """Return whether rows are, or may be, chats: the tokenizer has a template for them."""
     data = config.data
     if not data.tokenizer or not holds_rows(data) or data.format not in ("auto", "messages"):
         return False

@@ -46,12 +46,12 @@ PEAKS: tuple[tuple[str, float, float], ...] = (
     ("MI300X", 1307e12, 654e12),
     ("MI250", 383e12, 96e12),
 )
-SIZE, TRIALS = 512, 5  # of the product that a CPU is measured with: 0.3 GFLOP
+SIZE, TRIALS = 512, 5  # A CPU is measured with this product, of 0.3 GFLOP.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def utilisation(config: TrainConfig, pipe: Pipeline, batch: DataBatch) -> tuple[float | None, str]:
-    """MFU at one token per second, and how the peak is known; None where that is not, or rows have no tokens.
+    """Return MFU at one token per second, and how the peak is known; None where it is not, or rows have no tokens.
 
     Called on every rank, so that ranks that share cores are measured while the others compute as well.
     """
@@ -67,7 +67,7 @@ def utilisation(config: TrainConfig, pipe: Pipeline, batch: DataBatch) -> tuple[
 
 
 def flops_per_token(model: nn.Module | Sequence[nn.Module], sequence: int) -> float:
-    """Model FLOPs of one token, forward and backward; before a first step lets go of what other ranks hold."""
+    """Count model FLOPs of one token, forward and backward; before a first step lets go of what other ranks hold."""
     whole = model if isinstance(model, nn.Module) else nn.ModuleList(model)
     shape = getattr(whole, "config", None)
     looked_up = {id(module.weight) for module in whole.modules() if isinstance(module, nn.Embedding)}
@@ -91,7 +91,7 @@ def _share_of_experts(shape: Any) -> float:
 
 
 def _attention(whole: nn.Module, shape: Any) -> tuple[int, int]:
-    """Layers with attention, and numbers for a token in it; 0 where the model does not say."""
+    """Return the layers with attention, and numbers for a token in it; 0 where that is not known."""
     layers, width = getattr(shape, "num_hidden_layers", 0), getattr(shape, "hidden_size", 0)
     heads, size = getattr(shape, "num_attention_heads", 0), getattr(shape, "head_dim", None)
     if layers and width:
@@ -101,7 +101,7 @@ def _attention(whole: nn.Module, shape: Any) -> tuple[int, int]:
 
 
 def peak_flops(config: TrainConfig) -> tuple[float, str] | None:
-    """FLOP/s that this process's device can do at most, and how that is known; None for one that is in no table."""
+    """Return the most FLOP/s of this process's device, and how that is known; None for one that is in no table."""
     half = precision_of(config) != "fp32"
     if config.logging.peak_flops is not None:
         return config.logging.peak_flops, "logging.peak_flops"
@@ -113,7 +113,7 @@ def peak_flops(config: TrainConfig) -> tuple[float, str] | None:
 
 
 def _measured(dtype: torch.dtype) -> float:
-    """The fastest of a few matrix products on this process's threads; takes some hundredths of a second."""
+    """Measure the fastest of a few matrix products on this process's threads, in some hundredths of a second."""
     left, right = torch.ones(SIZE, SIZE, dtype=dtype, device="cpu"), torch.ones(SIZE, SIZE, dtype=dtype, device="cpu")
     times = []
     for _ in range(TRIALS):

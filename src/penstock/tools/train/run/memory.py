@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from penstock.tools.train.updates.ema import WeightAverage
 
 COUNTED = 2  # the step of a start in which activations are counted: in the first, the loss is checked as well
-KINDS = ("weights", "gradients", "optimizer", "activations")  # of tensors
+KINDS = ("weights", "gradients", "optimizer", "activations")  # Kinds of tensors.
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Memory:
 
     weights: float
     gradients: float
-    optimizer: float  # its state, and the average of the weights where one is kept
+    optimizer: float  # The optimizer's state, and the average of the weights where one is kept.
     activations: float | None  # None where they could not be measured, or a run had no second step
     tensors: float | None  # the most of all these at one time; None as above
     process: float
 
 
 def memory_table(rows: Sequence[Memory], ranks: Sequence[Any] | None = None) -> str:
-    """One line per rank, or per process where that is all of them, in megabytes."""
+    """Draw one line per rank, or per process where that is all of them, in megabytes."""
     kinds = [field.name for field in fields(Memory)]
     numbers = range(len(rows)) if ranks is None else ranks
     lines = [
@@ -58,7 +58,7 @@ def memory_table(rows: Sequence[Memory], ranks: Sequence[Any] | None = None) -> 
 
 
 def memory_document(rows: Sequence[Memory]) -> list[dict[str, Any]]:
-    """The same for a file, in bytes."""
+    """Return the same for a file, in bytes."""
     return [asdict(row) for row in rows]
 
 
@@ -77,13 +77,13 @@ class MemoryWatch:
         self._passes = ExitStack()
         self._gradients = 0
         self._peaks: StepPeaks | None = None
-        self._held: int | None = None  # on a device as the step that is counted began
+        self._held: int | None = None  # Bytes on a device as the counted step began.
         device = next(iter(pipe.deployment.devices.values()), None)
         self._device = device if on_accelerator(device) else None
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around a training step."""
+        """Watch a training step inside the `with` block."""
         self._steps += 1
         with self._passes:
             if self._steps == COUNTED and self._is_one_rank:
@@ -95,7 +95,7 @@ class MemoryWatch:
             yield
 
     def see_gradients(self) -> None:
-        """In a step, when all gradients are there."""
+        """Count gradients in a step, when all are there."""
         self._passes.close()  # what the optimizer needs for a moment is no activation
         self._gradients = max(self._gradients, bytes_of(parameter.grad for parameter in self._parameters))
         if self._held is not None:
@@ -103,7 +103,7 @@ class MemoryWatch:
             self._peaks, self._held = StepPeaks(max(0.0, most - self._gradients), most), None
 
     def memory(self) -> Memory:
-        """What there is now, and was at most."""
+        """Return what there is now, and was at most."""
         state = [value for each in self._optimizer.state.values() for value in each.values()]
         state += [] if self._average is None else self._average.tensors.values()
         own = [tensor for holding in self._pipe.deployment.holdings() for tensor in _tensors(holding.module)]

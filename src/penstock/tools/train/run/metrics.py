@@ -40,7 +40,7 @@ class Metrics:
         os.replace(partial, path)
 
     def write(self, step: int, **values: Any) -> None:
-        """One line; it is in the file when this returns, if not yet on the disk."""
+        """Write one line; it is in the file when this returns, if not yet on the disk."""
         figures = {name: value for name, value in values.items() if value is not None}
         line = {"step": step, **{name: _plain(value) for name, value in figures.items()}}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -68,7 +68,7 @@ class Metrics:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they are written as text."""
+    """Write as text what JSON does not have: NaN and infinity."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 

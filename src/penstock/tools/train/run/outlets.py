@@ -22,17 +22,17 @@ Figures = dict[str, Any]
 
 
 class Outlet(Protocol):
-    """Something that is told the figures of every step."""
+    """Something that gets the figures of every step."""
 
     def write(self, step: int, figures: Figures) -> None:
         """Take the figures of a step; those that were not measured are not there."""
 
     def close(self) -> None:
-        """There will be no more."""
+        """Close it: there will be no more figures."""
 
 
 def open_outlets(config: TrainConfig, root: Path, start: int) -> list[Outlet]:
-    """What the configuration asks for, for the steps after `start` of the run in `root`."""
+    """Open what the configuration asks for, for the steps after `start` of the run in `root`."""
     found: list[Outlet] = []
     board = _tensorboard(config.logging.tensorboard, root / "tensorboard", start)
     if board is not None:
@@ -45,7 +45,7 @@ def open_outlets(config: TrainConfig, root: Path, start: int) -> list[Outlet]:
 
 
 def scalars(figures: Figures) -> dict[str, float]:
-    """Single finite numbers; a list by rank becomes one number per rank, such as `memory/rank0`."""
+    """Return single finite numbers; a list by rank becomes one number per rank, such as `memory/rank0`."""
     found: dict[str, float] = {}
     for name, value in figures.items():
         each = {name: value}
@@ -139,4 +139,4 @@ class _Callback:
             ) from error
 
     def close(self) -> None:
-        """A function has no end."""
+        """Do nothing: a function has no end."""

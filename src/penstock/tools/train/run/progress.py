@@ -1,4 +1,4 @@
-"""The one line that says how a run goes: redrawn on a terminal, every so many steps a line of its own elsewhere.
+"""The one line that shows how a run goes: redrawn on a terminal, every so many steps a line of its own elsewhere.
 
 step  120/300  loss 2.3511  lr 2.71e-03  norm 0.84  38,412 tokens/s  mfu 41 %  memory 412 MB  idle 31 %  eta 1:05
 """
@@ -39,7 +39,7 @@ class StepFigures:
     mfu: float | None = None  # share of the devices' peak
 
     def line(self) -> str:
-        """In words, the same on a terminal and in a file."""
+        """Format the figures, the same on a terminal and in a file."""
         width = len(str(self.steps))
         parts = [
             f"step {self.step:>{width}}/{self.steps}",
@@ -89,10 +89,10 @@ class Progress:
             with self._while_somebody_reads():
                 self._live.update(Text(reading.line(), overflow="ellipsis", no_wrap=True), refresh=True)
         elif reading.step % self._every == 0 or reading.step == reading.steps:
-            self.say(reading.line())
+            self.write(reading.line())
 
-    def say(self, text: str) -> None:
-        """Something else than a step, on lines of its own."""
+    def write(self, text: str) -> None:
+        """Write something else than a step, on lines of its own."""
         if self._stream is not None:
             with self._while_somebody_reads():
                 self._console.print(Text(visible(text)))
@@ -105,7 +105,7 @@ class Progress:
 
     @contextmanager
     def _while_somebody_reads(self) -> Iterator[None]:
-        """A reader that leaves (`| head`, a closed terminal) ends the lines and not the training."""
+        """Let a reader that leaves (`| head`, a closed terminal) end the lines and not the training."""
         try:
             yield
         except OSError:
@@ -139,13 +139,13 @@ class Pace:
         return self._marks[-1][0] - self._marks[-2][0] if len(self._marks) > 1 else 0.0
 
     def left(self, steps: int) -> float:
-        """Seconds for that many steps more."""
+        """Estimate the seconds for that many steps more."""
         (begin, _), (end, _) = self._marks[0], self._marks[-1]
         return steps * (end - begin) / max(1, len(self._marks) - 1)
 
 
 def of_time(seconds: float) -> str:
-    """1:05, 2:00:07; a day and more in days."""
+    """Format a time as 1:05 or 2:00:07; a day and more in days."""
     if not math.isfinite(seconds):
         return "-"
     whole = round(seconds)

@@ -23,7 +23,7 @@ from penstock.view.recorded import Recorded, RecordedSteps, run_notes
 from penstock.writing import write_whole
 
 MOST = 15  # timelines that are in memory, the newest
-MOST_SPANS = 300_000  # in all of them; at least three are kept
+MOST_SPANS = 300_000  # Spans of all timelines in memory; at least three are kept.
 LISTED = 1000  # recorded steps whose times are kept
 
 
@@ -41,12 +41,12 @@ class Recordings:
         self._cores = {"cores": len(os.sched_getaffinity(0)), "ranks": _ranks_here(config)}
 
     def begin(self, coming: int) -> None:
-        """Before step `coming`."""
+        """Begin to record before step `coming`, where that is due."""
         if self._timeline is None and self._records(coming):
             self._timeline = self._recording.enter_context(self._pipe.record())
 
     def unrecorded(self, coming: int, most: int) -> int:
-        """How many steps from `coming` on, and up to `most`, are not recorded."""
+        """Count the steps from `coming` on, up to `most`, that are not recorded."""
         if self._timeline is not None:
             return 0
         steps = range(coming, coming + most)
@@ -56,7 +56,7 @@ class Recordings:
         return step % self._every in (0, self._every - 1) or step >= self._steps - 1
 
     def end(self, step: int, last: bool) -> Recorded | None:
-        """After a step: what was recorded of it, if it is the second of two or the `last`."""
+        """Return what was recorded of a step that has ended, if it is the second of two or the `last`."""
         if self._timeline is None or not (step % self._every == 0 or step >= self._steps or last):
             return None
         self.close()
@@ -84,13 +84,13 @@ class Recordings:
         write_whole(self._folder.recorded, json.dumps(document) + "\n")
 
     def _typical(self) -> tuple[Recorded, Timeline]:
-        """Of the timelines in memory, the one nearest to the median of all that were recorded lately."""
+        """Choose of the timelines in memory the one nearest to the median of all that were recorded lately."""
         middle = statistics.median_low([entry.makespan for entry in self._list[-MOST:]])
         return min(self._kept, key=lambda each: abs(each[0].makespan - middle))
 
 
 def _ranks_here(config: TrainConfig) -> int:
-    """Ranks that share this host's cores; 0 where they compute on an accelerator."""
+    """Count the ranks that share this host's cores; 0 where they compute on an accelerator."""
     if device_of(config) is not None:
         return 0
     if config.pipeline.workers == "threads":
@@ -99,7 +99,7 @@ def _ranks_here(config: TrainConfig) -> int:
 
 
 def read_recorded(folder: RunFolder) -> tuple[list[Recorded], dict[str, Any]]:
-    """The recorded steps of a run's folder, and the rest of what is known of them."""
+    """Read the recorded steps of a run's folder, and the rest of what is known of them."""
     try:
         document: dict[str, Any] = read_json(folder.recorded)
         return [Recorded(*entry) for entry in document["steps"]], document
@@ -108,11 +108,11 @@ def read_recorded(folder: RunFolder) -> tuple[list[Recorded], dict[str, Any]]:
 
 
 def recorded_steps(folder: RunFolder) -> RecordedSteps | None:
-    """The recorded steps of a run's folder, for a view; None where there are none."""
+    """Read the recorded steps of a run's folder, for a view; None where there are none."""
     _, document = read_recorded(folder)
     return RecordedSteps.read(document) if document else None
 
 
 def recorded_notes(folder: RunFolder) -> list[str]:
-    """What a reader of the timeline should know first, in words."""
+    """Describe what a reader of the timeline should know first."""
     return run_notes(read_recorded(folder)[1], recorded_steps(folder))

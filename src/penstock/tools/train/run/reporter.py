@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """Tells of every step; ranks other than the first have no metrics and a silent progress.
+    """Reports every step; ranks other than the first have no metrics and a silent progress.
 
     `utilisation` is the MFU for one token per second, where that is known.
     """
@@ -29,10 +29,10 @@ class Reporter:
         self._pace = Pace()
 
     def time(self, trained: Trained) -> None:
-        """A step has just ended."""
+        """Time a step that has just ended."""
         self._pace.step(trained.tokens)
 
-    def tell(
+    def report(
         self,
         step: int,
         trained: Trained,
@@ -41,7 +41,7 @@ class Reporter:
         recorded: Recorded | None = None,
         validation: float | None = None,
     ) -> None:
-        """The figures of a step that was timed; `memory` in bytes by rank."""
+        """Report the figures of a step that was timed; `memory` in bytes by rank."""
         pace, loss, lr, norm = self._pace, trained.loss, trained.lr, trained.norm
         mfu = None if self._utilisation is None else self._utilisation * pace.rate
         left = pace.left(self._steps - step)

@@ -56,7 +56,7 @@ class RunFolder:
         self.incidents = root / "incidents.jsonl"
 
     def prepare(self, config: TrainConfig, *, resume: bool, fresh: bool, patience: float = 0.0) -> Lock:
-        """Before anything starts: refuse to write over another run, or clear it away where that was asked for.
+        """Refuse to write over another run before anything starts, or clear it away where that was asked for.
 
         The lock that is returned keeps others out until it is freed, or its process ends. A run that has it now may
         take `patience` seconds to end.
@@ -114,11 +114,11 @@ class RunFolder:
             return False
 
     def keep_config(self, config: TrainConfig) -> None:
-        """What the run is trained with from now on."""
+        """Write down what the run is trained with from now on."""
         write_json(self.root / "config.json", to_document(config))
 
     def _clear(self) -> None:
-        """Only what a run writes; anything else in the folder is somebody's."""
+        """Remove only what a run writes; anything else in the folder is somebody's."""
         for name in OWN:
             (self.root / name).unlink(missing_ok=True)
         for name in OWN_FOLDERS:

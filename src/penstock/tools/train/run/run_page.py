@@ -37,7 +37,7 @@ def save_run_page(folder: RunFolder) -> Path | None:
 
 
 def _activation(folder: RunFolder, timeline: Timeline) -> tuple[float, ...] | None:
-    """Bytes that a microbatch holds on each rank: what the run has measured at its peak, by what it then held."""
+    """Return the bytes that a microbatch holds on each rank: those of the measured peak, by what was held then."""
     try:
         measured = [row["activations"] for row in read_json(folder.memory, list)]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -55,7 +55,7 @@ def _curve(lines: Sequence[dict[str, Any]]) -> Curve:
 
 
 def _figures(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """The figures of the whole run in one sentence."""
+    """Summarise the figures of the whole run in one sentence."""
     if not lines:
         return []
     last = lines[-1]

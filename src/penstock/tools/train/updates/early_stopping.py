@@ -1,4 +1,4 @@
-"""What evaluations have said so far: the lowest loss, and whether there is still hope for a lower one."""
+"""What evaluations have shown so far: the lowest loss, and whether there is still hope for a lower one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class EarlyStopping:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: plain values."""
+        """Return plain values for a checkpoint."""
         return {
             "lowest": self.lowest,
             "lowest_step": self.lowest_step,

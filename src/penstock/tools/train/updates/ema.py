@@ -46,7 +46,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def begin(self, loaded: Collection[str]) -> None:
-        """After a checkpoint was loaded: averages that were not in it begin at the weights that were."""
+        """Begin averages that a loaded checkpoint did not have at the weights that it had."""
         for name, parameter in self._parameters.items():
             if name not in loaded:
                 _here(self.tensors[name]).copy_(_here(parameter))
@@ -59,7 +59,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside the `with` block the parameters have the average's values; afterwards their own, to the bit."""
+        """Give the parameters the average's values inside the `with` block; afterwards their own, to the bit."""
         kept = {name: _here(parameter).detach().clone() for name, parameter in self._parameters.items()}
         self.write()
         try:
@@ -71,15 +71,15 @@ class WeightAverage:
 
 
 def averaged_as(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of an average of such weights: 32 bits at least, because less would swallow small changes."""
+    """Return the dtype of an average of such weights: 32 bits at least, because less would swallow small changes."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _copy(parameter: Tensor) -> Tensor:
-    """A copy that is laid out as the parameter is."""
+    """Make a copy that is laid out as the parameter is."""
     return parameter.detach().clone().to(averaged_as(parameter.dtype))
 
 
 def _here(tensor: Tensor) -> Tensor:
-    """The tensor, or the part of it that this process has."""
+    """Return the tensor, or the part of it that this process has."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -3,7 +3,7 @@
 When a loss comes out inf or NaN, the step is run once more with the same batch and the same random numbers, and
 every module's output is looked at on the way. The lowest stage with a bad output has the culprit: what is behind it
 only passed it on. Where all outputs are good, the bad number came up in the loss or in the backward, and the
-parameters' gradients tell.
+parameters' gradients show it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Culprit(NamedTuple):
 
 
 def find_culprit(pipe: Pipeline, again: Callable[[], Any]) -> Culprit:
-    """Run the step again, on every rank, and say where the first bad number is: the same on all of them.
+    """Run the step again, on every rank, and find where the first bad number is: the same on all of them.
 
     Gradients are left dropped. What the step did to buffers (running statistics) it does twice.
     """
@@ -89,7 +89,7 @@ def _bad_gradients(pipe: Pipeline) -> list[tuple[int, str]]:
             for name, value in holding.module.named_parameters()
             if value.grad is not None and not bool(torch.isfinite(value.grad).all())
         ]
-        if names:  # of several, the one nearest to the loss
+        if names:  # The last one is nearest to the loss.
             full = holding.names.get(names[-1], names[-1])
             owner = full.rpartition(".")[0] or full
             found.append(
@@ -124,7 +124,7 @@ def _look(pipe: Pipeline, stage: int, name: str, found: list[_Found]) -> Callabl
 
 
 def _full_name(pipe: Pipeline, stage: int, name: str, module: nn.Module) -> str:
-    """The module's name in the whole model, read off a parameter of it."""
+    """Return the module's name in the whole model, read off a parameter of it."""
     own = next((inner for inner, _ in module.named_parameters()), None)
     if own is None:
         return name

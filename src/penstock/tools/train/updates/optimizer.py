@@ -30,7 +30,7 @@ IMPLEMENTATIONS: dict[str, Options] = {
 
 
 def build_optimizer(config: TrainConfig, pipe: Pipeline) -> torch.optim.Optimizer:
-    """The optimizer over the parameters that this process owns, with the options of each by its name."""
+    """Build the optimizer over the parameters that this process owns, with the options of each by its name."""
     options = config.optimizer
     groups = pipe.parameter_groups(_rules(options_by_name(config, pipe)))
     common: Options = {"lr": options.lr, "weight_decay": options.weight_decay}
@@ -58,7 +58,7 @@ def _adamw8bit() -> Callable[..., Any]:
 
 
 def options_by_name(config: TrainConfig, pipe: Pipeline) -> dict[str, Options]:
-    """For each parameter of the whole model, the options that differ from the optimizer's own."""
+    """Return for each parameter of the whole model the options that differ from the optimizer's own."""
     options = config.optimizer
     every = pipe.state.every_parameter()
     for pattern in options.groups:
@@ -80,7 +80,7 @@ def options_by_name(config: TrainConfig, pipe: Pipeline) -> dict[str, Options]:
 
 
 def _rules(options: dict[str, Options]) -> dict[Any, Options]:
-    """One rule for all parameters with the same options; those without any are left to the last group."""
+    """Make one rule for all parameters with the same options; those without any are left to the last group."""
     members: dict[str, set[str]] = {}
     values: dict[str, Options] = {}
     for name, own in options.items():
@@ -105,14 +105,14 @@ class _Members:
 
 
 def model_names(pipe: Pipeline) -> list[str]:
-    """The names of all parameters in the order of the model itself, whatever the cut."""
+    """Return the names of all parameters in the order of the model itself, whatever the cut."""
     model = pipe.deployment.staged.model
     parts: Iterable[nn.Module] = [model] if isinstance(model, nn.Module) else model
     return [name for part in parts for name, _ in part.named_parameters(remove_duplicate=False)]
 
 
 def layer_shares(names: Sequence[str], decay: float) -> dict[str, float]:
-    """The share of the learning rate of each parameter: `decay` to the power of the layers above its own.
+    """Return each parameter's share of the learning rate: `decay` to the power of the layers above its own.
 
     The layers are the longest numbered list of modules (`model.layers.0`, `model.layers.1`, ... or `block0`, ...). All
     that comes before it in the model is one layer below them, and all that comes after it is one layer above.
@@ -131,7 +131,7 @@ def layer_shares(names: Sequence[str], decay: float) -> dict[str, float]:
     order = {number: place for place, number in enumerate(sorted(lists[longest]), start=1)}
     top = len(order) + 1
     depths: dict[str, int] = {}
-    depth = 0  # of what comes before the list
+    depth = 0  # What comes before the list has this depth.
     for name in names:
         place = places[name]
         if place and place[0] == longest:
@@ -142,7 +142,7 @@ def layer_shares(names: Sequence[str], decay: float) -> dict[str, float]:
 
 
 def _place(name: str) -> tuple[str, int] | None:
-    """The list that a parameter is in and its number there, by the first number in its name: `model.layers.`, 3."""
+    """Find a parameter's list and number there by the first number in its name: `model.layers.`, 3."""
     parts = name.split(".")
     for depth, part in enumerate(parts):
         match = NUMBERED.fullmatch(part)

@@ -17,12 +17,12 @@ from penstock.tools.train.config.settings import TrainConfig
 
 
 def build_rate(config: TrainConfig, optimizer: torch.optim.Optimizer) -> LambdaLR:
-    """The learning rate over time, as torch's own scheduler."""
+    """Build the learning rate over time, as torch's own scheduler."""
     return LambdaLR(optimizer, lambda step: rate_at(config, step))
 
 
 def follow_config(config: TrainConfig, optimizer: torch.optim.Optimizer, rate: LambdaLR, options: list[Any]) -> None:
-    """After a load: options are what the configuration says now, `options` of each group, and not what was saved.
+    """Set options after a load to what the configuration says now, `options` of each group, not to what was saved.
 
     Where nothing was changed, these are the same numbers.
     """
@@ -34,12 +34,12 @@ def follow_config(config: TrainConfig, optimizer: torch.optim.Optimizer, rate: L
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What each group was told, without its parameters."""
+    """Return what each group was given, without its parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
 
 
 def rate_at(config: TrainConfig, step: int) -> float:
-    """The share of a learning rate in a step, counted from 0: up in `warmup` steps, then down to `final` at the end."""
+    """Return the share of a learning rate in a step, counted from 0: up in `warmup` steps, then down to `final`."""
     options, steps = config.optimizer, config.training.steps
     if step < options.warmup:
         return (step + 1) / options.warmup

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import FileError, UsageError
 from penstock.reading import MOST_SETTINGS, NONSENSE, check_folder, open_plain, parse_json, read_json
+from penstock.tools.train.config.paths import JSON_LINES, find_paths
 from penstock.tools.train.config.source import call_source, is_function
-from penstock.tools.train.data.paths import JSON_LINES, find_paths
 
 CHUNK = 256  # rows of a Parquet file that are made into Python's values at a time
 MOST_ROW = 2**26  # bytes of a line

@@ -17,7 +17,7 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.timing.costs import Costs, given_costs
 from penstock.tools.search.bounds.lower_bound import caps_of
 from penstock.tools.search.budget import Budget, budget_of
-from penstock.tools.search.uneven.layers import Hosts, Layer, layers_of, listed
+from penstock.tools.search.layers import Hosts, Layer, layers_of, listed
 
 __all__ = ["PLACEMENTS", "Objective", "Progress", "Request", "asked", "memory_of_1f1b"]
 
@@ -115,12 +115,6 @@ class Request:
     def may_recompute(self) -> bool:
         """Are stages that recompute to be tried? Without a cap, they only take time."""
         return self.recompute and min(self.caps) < math.inf
-
-    @property
-    def uneven(self) -> bool:
-        """Is there more than costs by rank or stage: layers to cut, or microbatches that differ?"""
-        uneven = self.layers is not None or self.speeds is not None or self.skips or self.vocabulary
-        return bool(uneven) or self.priced.sizes is not None
 
     def _with_links(self) -> Costs:
         costs, links = given_costs(self.costs), self.links

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 from penstock.errors import UsageError
 from penstock.schedule.action import Action
+from penstock.schedule.builders.filling import complete
 from penstock.schedule.builders.problem import Problem
 from penstock.schedule.placement import Placement
 from penstock.schedule.timing.costs import Costs
 from penstock.tools.search.budget import Budget
-from penstock.tools.search.hunt import Hunt
-from penstock.tools.search.orders.evaluate import complete
+from penstock.tools.search.placement_search import PlacementSearch
 
 __all__ = ["tuned"]
 
@@ -37,14 +37,14 @@ def tuned(
     most = max(cap, *(_most_held(row) for row in rows))  # some orders of short batches need more than they promise
     problem = Problem(placement, microbatches, alike, (float(most),) * placement.ranks)
     budget = Budget(0.0, max(FEWEST, min(MOST, EFFORT // (3 * problem.size))))
-    hunt = Hunt(problem, "", random.Random(0), budget)
-    hunt.begin(problem.numbers(rows))
-    if not hunt.large:
-        for _ in hunt.rules():
+    search = PlacementSearch(problem, "", random.Random(0), budget)
+    search.begin(problem.numbers(rows))
+    if not search.large:
+        for _ in search.rules():
             pass
-        while budget.left > 0 and not hunt.done:
-            hunt.step()
-    return [[problem.action(x) for x in order] for order in complete(problem, hunt.best[0])]
+        while budget.left > 0 and search.can_beat(search.value):
+            search.step()
+    return [[problem.action(x) for x in order] for order in complete(problem, search.best[0])]
 
 
 def _most_held(row: Sequence[Action]) -> int:

@@ -13,9 +13,10 @@ out: that is how ranks come to have unequal numbers of stages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from penstock.tools.search.uneven.layers import Model, Shape
+from penstock.tools.search.layers import Model, Shape
 
 __all__ = ["cut_layers", "neighbours", "split_output"]
 
@@ -70,8 +71,8 @@ def split_output(model: Model, loads: Sequence[float]) -> tuple[float, ...]:
     return tuple(share / sum(shares) for share in shares)
 
 
-def neighbours(shape: Shape) -> list[tuple[int, ...]]:
-    """The counts of cuts that differ by one layer: from any stage to any other, and what is between moves along."""
+def neighbours(shape: Shape) -> list[Shape]:
+    """The cuts that differ by one layer: from any stage to any other, and what is between moves along."""
     found = []
     for source, count in enumerate(shape.counts):
         for target in range(len(shape.counts)):
@@ -79,7 +80,9 @@ def neighbours(shape: Shape) -> list[tuple[int, ...]]:
                 moved = list(shape.counts)
                 moved[source] -= 1
                 moved[target] += 1
-                found.append(tuple(moved))
+                other = replace(shape, counts=tuple(moved))
+                shares = split_output(shape.model, other.loads()) if shape.shares else ()
+                found.append(replace(other, shares=shares))
     return found
 
 

@@ -236,3 +236,10 @@ class Shape:
         for rank, share in enumerate(self.shares):
             left[rank] -= share * self.model.layers[-1].state
         return left
+
+    def loads(self) -> list[float]:
+        """By rank, the time of one microbatch in the stages that are not of the split output layer."""
+        loads = [0.0] * self.model.ranks
+        for rank, (first, end) in zip(self.by_stage, pairwise(self.bounds), strict=True):
+            loads[rank] += sum(layer.time for layer in self.model.layers[first:end]) / self.model.speeds[rank]
+        return loads

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from penstock.schedule.placement import Placement
-from penstock.tools.search.uneven.layers import Model
+from penstock.tools.search.layers import Model
 
 __all__ = ["rows_to_try"]
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 
-from penstock.tools.search.uneven.layers import Model
+from penstock.tools.search.layers import Model
 
-__all__ = ["floor_of"]
+__all__ = ["cut_bound"]
 
 ROUNDING = 1e-9
 
 
-def floor_of(model: Model, microbatches: int, vocabulary: bool) -> float:
+def cut_bound(model: Model, microbatches: int, vocabulary: bool) -> float:
     """A time that no schedule of these layers can beat. With `vocabulary`, the last layer may be split."""
     scale = model.base.scale(microbatches)
     amount, smallest, largest = sum(scale), min(scale), max(scale)

@@ -21,7 +21,7 @@ from penstock.tools.search.search import search_placements
 
 __all__ = ["SHARES", "CurvePoint", "search_curve"]
 
-SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1, 5 / 4, 3 / 2, 2)  # of 1F1B's memory
+SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1, 5 / 4, 3 / 2, 2)  # What 1F1B holds is 1.
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def search_curve(
 
 
 def _point(request: Request, before: Found | None) -> Found:
-    """The best schedule within the request's memory; `before` is that of less memory."""
+    """Return the best schedule within the request's memory; `before` is that of less memory."""
     found = search_placements(request)
     if before is None or found.value < before.value * (1 - ROUNDING):
         return found
@@ -108,7 +108,7 @@ def _point(request: Request, before: Found | None) -> Found:
 
 
 def _shifted(progress: Progress | None, begin: float) -> Progress | None:
-    """The same for a search that begins when so much is spent."""
+    """Return the same for a search that begins when so much is spent."""
     return None if progress is None else lambda spent, value, bound: progress(begin + spent, value, bound)
 
 

@@ -44,8 +44,8 @@ RULES = (
 FIRST = 2  # rules that every shape is run under
 FINALISTS = 4  # shapes that move layers, and whose orders are searched
 PROMISING = {2: 0, 4: 1, 3: 2, 1: 3}  # stages per rank: what comes first where there is no time for all
-SHARES = (0.3, 0.5)  # of the budget, after which screening and moving layers end
-CAPPED = (0.2, 0.3)  # the same where memory is short: there the orders need more of it
+# Shares of the budget after which screening and moving layers end; where memory is short, orders need more of it.
+SHARES, CAPPED = (0.3, 0.5), (0.2, 0.3)
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class _CutSearch:
         return self._search_orders()
 
     def _shapes(self) -> list[Shape]:
-        """Every row of ranks, cut in a few ways."""
+        """Cut every row of ranks in a few ways."""
         request, model, stages = self.request, self.model, self.stages
         found: dict[tuple[object, ...], Shape] = {}
         for kind, row in rows_to_try(model, request.sizes, request.kinds, stages):
@@ -278,7 +278,7 @@ class _CutSearch:
         if self.short < self.request.microbatches:
             chosen, self.answers, self.short = self._leaders()[:FINALISTS], [], self.request.microbatches
             for answer in chosen:
-                rules = dict.fromkeys((answer.rule, *RULES[:2]))  # in this order: of equals, always the same one wins
+                rules = dict.fromkeys((answer.rule, *RULES[:2]))  # The order decides among equals.
                 self._take(self._trial(answer.shape, answer.recompute, rules, self.short))
 
     def _leaders(self) -> list[Answer]:

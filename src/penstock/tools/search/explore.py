@@ -16,7 +16,7 @@ from penstock.tools.search.request import Progress
 
 __all__ = ["explore"]
 
-BEHIND = {2: 1.08, 3: 1.03}  # after so many rules, a placement gets no more if it is so far behind
+BEHIND = {2: 1.08, 3: 1.03}  # So far behind after so many rules, a placement gets no more of them.
 
 
 def explore(
@@ -66,7 +66,7 @@ class _Shared:
         return self.best
 
     def _worth(self, each: PlacementSearch, tried: int) -> bool:
-        """Is another of the first rules worth what it takes here? Where there is no answer yet, always."""
+        """Return whether another of the first rules is worth what it takes here; without an answer yet, it is."""
         best = self.best.value
         if self.budget.limit and not each.small and each.value > BEHIND.get(min(tried, 3), math.inf) * best:
             return False
@@ -75,7 +75,7 @@ class _Shared:
         if each.bound >= best * (1 - ROUNDING):
             return False
         if each is self.best and tried < min(BEHIND) and not each.large:
-            return True  # or a family built for the costs could be ahead
+            return True  # Else a family built for the costs could be ahead.
         return each.rule_takes < self.budget.left if self.budget.limit else not each.large
 
     def _open(self) -> list[PlacementSearch]:

@@ -37,7 +37,7 @@ ROUNDING = 1e-9
 
 
 def sequences(sizes: Sequence[float]) -> list[list[int]]:
-    """Orders worth trying in which microbatches go through a pipeline, the likeliest first.
+    """Return orders worth trying in which microbatches go through a pipeline, the likeliest first.
 
     Small ones first, so that the last rank gets to work early; the large ones in the middle, where every rank has other
     work to do while they pass; and small ones last, so that nobody waits long for the last to come back. The sizes rise
@@ -60,7 +60,7 @@ def late_peak(sizes: Sequence[float]) -> list[int]:
 def order_microbatches(
     schedule: Schedule, sizes: Iterable[float], costs: Costs | None = None, memory: float | None = None
 ) -> Schedule:
-    """The same stages on the same ranks, in an order made for microbatches of these sizes.
+    """Return the same stages on the same ranks, in an order made for microbatches of these sizes.
 
     Args:
         schedule: The schedule whose stages and ranks are kept.
@@ -94,7 +94,7 @@ def order_microbatches(
 
 
 def reordered(schedule: Schedule, priced: Costs, caps: Sequence[float], limit: float) -> Schedule | None:
-    """An order that fits the caps, one per rank, and ends before the limit; None if none was found."""
+    """Return an order that fits the caps, one per rank, and ends before the limit; None if none was found."""
     scale = priced.scale(schedule.microbatches)
     if (schedule.columns.op == Op.B).any():
         best = None
@@ -116,12 +116,12 @@ def reordered(schedule: Schedule, priced: Costs, caps: Sequence[float], limit: f
 
 
 def within(peaks: Iterable[float], caps: Iterable[float]) -> bool:
-    """Is no rank's peak above its cap, but for rounding?"""
+    """Return whether no rank's peak is above its cap, but for rounding."""
     return all(peak <= cap * (1 + ROUNDING) for peak, cap in zip(peaks, caps, strict=True))
 
 
 def _renumbered(schedule: Schedule, orders: Iterable[Sequence[int]]) -> Iterator[Schedule]:
-    """The same pattern with other microbatches in it."""
+    """Return the same pattern with other microbatches in it."""
     for order in orders:
         yield schedule.replace(
             [None if action is None else _with_microbatch(action, order) for action in row] for row in schedule.rows

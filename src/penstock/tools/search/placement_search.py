@@ -32,8 +32,8 @@ from penstock.tools.search.portfolio import IN_TURN, OVERRUNS, drawn, first_rule
 
 __all__ = ["PlacementSearch", "built_for"]
 
-KEPT = 4  # of the best orders, for changes
-FAR = 1.05  # behind the best so far: other places for W do not make up for that
+KEPT = 4  # best orders
+FAR = 1.05  # Other places for W do not make up for an order that is so far behind the best.
 MARGIN = 1.005  # a large placement must promise to gain this much
 SMALL = 500  # computes
 
@@ -202,7 +202,7 @@ class PlacementSearch:
     def offer(self, orders: Orders, overrun: Overrun | None) -> Score:
         """Price an order and keep it if it is good; without `overrun` it is complete."""
         self._count(1)
-        if self.large and overrun is not None:  # to fill it in again at the end takes long
+        if self.large and overrun is not None:  # It would take long to fill it in again at the end.
             filled = fill(self.problem, orders, overrun)
             self._keep(filled)
             return filled.score

@@ -17,9 +17,9 @@ LONGEST_V = 4  # stages per rank of a V, unless others are asked for: with more,
 
 
 def placements_for(request: Request) -> list[tuple[str, Placement]]:
-    """Each placement that the costs are for once, fewest stages first."""
+    """Return each placement that the costs are for once, fewest stages first."""
     ranks, costs, sizes = request.ranks, request.priced, sorted(set(request.sizes))
-    given: dict[str, int] = {}  # for how many stages
+    given: dict[str, int] = {}  # For how many stages each is.
     for name in (*SHARED, "bytes", "overlap"):
         value = getattr(costs, name)
         if isinstance(value, Mapping):  # bytes have an edge for each pair of neighbours, up to the last stage
@@ -74,7 +74,7 @@ def no_room(problems: Sequence[Problem], request: Request) -> NoRoom:
 
 
 def recompute_choices(request: Request, placement: Placement) -> list[frozenset[int]]:
-    """Which stages to recompute: none; those of the first ranks or the first of each rank, which wait longest; all."""
+    """Choose stages to recompute: none; those of the first ranks or the first of each, which wait longest; all."""
     if not request.may_recompute:
         return [frozenset()]
     ranks, size = placement.ranks, placement.stages_per_rank

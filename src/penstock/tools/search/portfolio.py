@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from penstock.schedule.builders.dispatch import Rule
@@ -18,7 +18,7 @@ from penstock.tools.search.rules import ByStage, Groups, Wave
 __all__ = ["IN_TURN", "OVERRUNS", "drawn", "first_rules", "overruns_for"]
 
 OVERRUNS: tuple[Overrun, ...] = ((0.0, 0.0), (0.3, 0.3), (0.6, 0.6))
-IN_TURN: Overrun = (0.0, 100.0)  # in the drain, a W with each I
+IN_TURN: Overrun = (0.0, 100.0)  # A W with each I in the drain.
 
 BY_STAGE = (
     ByStage(weight_time=0.5),
@@ -40,12 +40,12 @@ WAVES = (
     Wave(interval=0.43, input=-0.1, pace=0.8, patience=0.0),
 )
 PACED = tuple(Rhythm(patience=0.0, weight_time=1.0, hop_time=1.0, pace=pace) for pace in (1.12, 1.075, 1.165, 1.24))
-TIGHT = 0.55  # of 1F1B's memory: below it, a V's rhythm does not fit
-SHARES = (1.0, 1.0, 1.0, 0.9, 0.8, 0.7)  # of the memory, for orders that hold less than they may
+TIGHT = 0.55  # With a smaller share of 1F1B's memory, a V's rhythm does not fit.
+SHARES = (1.0, 1.0, 1.0, 0.9, 0.8, 0.7)  # An order may hold less than the memory.
 
 
 def overruns_for(rule: Rule) -> tuple[Overrun, ...]:
-    """How late W may make other actions, where it is filled into an order of this kind."""
+    """Return how late W may make other actions, where it is filled into an order of this kind."""
     if isinstance(rule, Wave):
         return (0.8, 0.8), (0.99, 0.99), (0.6, 0.6), (0.6, 0.0)
     if isinstance(rule, Rhythm):
@@ -54,14 +54,14 @@ def overruns_for(rule: Rule) -> tuple[Overrun, ...]:
 
 
 def first_rules(problem: Problem) -> list[Rule]:
-    """What to begin with: a few that did well on many costs, for this placement and memory."""
+    """Return what to begin with: a few that did well on many costs, for this placement and memory."""
     if problem.ranks == 1 or problem.stages == problem.ranks or not problem.topology.is_chain:
         return list(BY_STAGE)
     if _is_v(problem.placement):
         if problem.objective == "steady":
             return [*_waves(problem), *BY_STAGE]
-        if _is_tight(problem):
-            return [*PACED, *RHYTHMS, *BY_STAGE]
+        if _is_tight(problem):  # ranks wait for memory, or just not
+            return [*chain.from_iterable(zip(PACED, RHYTHMS, strict=False)), RHYTHMS[-1], *BY_STAGE]
         return [*_waves(problem), *RHYTHMS, *BY_STAGE] if _holds_waves(problem) else [*RHYTHMS, *BY_STAGE]
     lap = _lap(problem.placement)
     patiences = (0.0, 1.0) if _is_tight(problem) else (1.0, 0.0)  # ranks wait for memory, not for each other
@@ -70,34 +70,34 @@ def first_rules(problem: Problem) -> list[Rule]:
 
 
 def _waves(problem: Problem) -> list[Wave]:
-    """Where stages differ, the waves of equal ones come first."""
+    """Return waves; where stages differ, those of equal ones come first."""
     return [*(replace(wave, equal=True) for wave in WAVES if problem.even is not problem), *WAVES]
 
 
 def _is_v(placement: Placement) -> bool:
-    """Do stages go along all ranks, in whichever order, back again, and so on?"""
+    """Return whether stages go along all ranks, in whichever order, back again, and so on."""
     row = placement.by_stage[: placement.ranks]
     turns = len(placement.by_stage) // placement.ranks
     return placement.by_stage == tuple(rank for turn in range(turns) for rank in row[:: -1 if turn % 2 else 1])
 
 
 def _is_tight(problem: Problem) -> bool:
-    """Is memory too short for ranks that never wait?"""
+    """Return whether memory is too short for ranks that never wait."""
     return min(problem.memory) < TIGHT * problem.ranks * _most_held(problem)
 
 
 def _holds_waves(problem: Problem) -> bool:
-    """Has each rank as many legs as a wave needs to be short, and memory for a group?"""
+    """Return whether each rank has as many legs as a wave needs to be short, and memory for a group."""
     return problem.placement.stages_per_rank >= 4 and min(problem.caps) >= problem.ranks * _most_held(problem)
 
 
 def _most_held(problem: Problem) -> float:
-    """What a microbatch holds on the rank where it holds most."""
+    """Return what a microbatch holds on the rank where it holds most."""
     return max(sum(problem.most[stage] for stage in owned) for owned in problem.owned)
 
 
 def _lap(placement: Placement) -> int:
-    """After how many stages a loop is back where it was: on all ranks alike, or on those of each host; 0 for others."""
+    """Return after how many stages a loop is back, on all ranks alike or on those of each host; 0 for others."""
     owned = [placement.stages_of(rank) for rank in range(placement.ranks)]
     steps = {after - before for stages in owned for before, after in pairwise(stages)}
     return steps.pop() if len(steps) == 1 and len({*map(len, owned)}) == 1 else 0
@@ -115,7 +115,7 @@ def _sizes(problem: Problem, ranks: int) -> list[int]:
         wanted.insert(0, whole)
     if ranks < problem.ranks:  # host by host: what passes one host waits for no other
         wanted = [ranks // 2, ranks, fitting]
-    elif fitting > ranks:  # with groups of fewer, a rank waits for the hops of each lap
+    elif fitting > ranks:  # With groups of fewer, a rank waits for the hops of each lap.
         forward = problem.lengths[0]
         unhurried = math.ceil(ranks * (1 + sum(problem.wires[0][:2]) / forward) - 1e-9) if forward else ranks
         wanted = [(ranks + fitting) // 2, min(fitting, unhurried), fitting, ranks]
@@ -143,6 +143,7 @@ def _values(problem: Problem, kind: type[Rule], draw: random.Random) -> dict[str
             "turn": draw.choice(("alternate", "alternate", "alternate", "input", "forward")),
             "memory": draw.choice(SHARES),
             "even": draw.random() < 0.3,
+            "strict": draw.random() < 0.7,
         }
     if kind is Rhythm:
         return {

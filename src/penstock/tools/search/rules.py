@@ -75,6 +75,7 @@ class Groups(Rule):
     hop_time: float = 1.0
     size: int = 1
     even: bool = False  # all groups about as large, or the last one alone smaller or larger
+    strict: bool = True  # each rank waits for what goes first: then groups never mix, and more of them fit into memory
 
     def keys(self, problem: Problem) -> Keys:
         """Return keys by group, then by stage of the rank, then by microbatch."""
@@ -86,7 +87,7 @@ class Groups(Rule):
             for number, stage in enumerate(owned):
                 places[stage] = float(number * most)
                 places[problem.stages + stage] = float((per_rank - 1 - number) * most)
-        return Keys(places, turns, turns, strict=True, reserve=False)
+        return Keys(places, turns, turns, strict=self.strict, reserve=not self.strict)
 
 
 def group_sizes(microbatches: int, size: int, even: bool = False) -> list[int]:
@@ -113,8 +114,9 @@ class Wave(Rule):
     overrun: float = 0.15
     weight_time: float = 0.1
     hop_time: float = 0.0
-    size: float = 1.0  # of a group, in ranks
-    interval: float = 0.5  # between two microbatches of a group; 1 is what a rank has to do for one
+    size: float = 1.0  # A group is so many times as large as the number of ranks.
+    # How long two microbatches of a group are apart; 1 is what a rank has to do for one.
+    interval: float = 0.5
     input: float = -0.12  # how much later gradients come first, in steps of a leg
     late: float = 0.2  # the same for the last group in addition, where forwards should come through first
     pace: float = 1.0  # how long the legs of gradients take, as a share of those of forwards
@@ -125,7 +127,7 @@ class Wave(Rule):
         legs, work = stages // ranks, problem.busiest or 1.0  # any will do if nothing takes time
         hop = sum(problem.wires[0][:2]) if ranks > 1 else 0.0
         down = ranks * (sum(problem.lengths[:stages]) / stages + hop)
-        pair = ranks * work * 2 / legs  # of a leg down and a leg up, for a group
+        pair = ranks * work * 2 / legs  # A leg down and a leg up take a group so long.
         knots = [leg // 2 * pair + leg % 2 * down for leg in range(2 * legs + 1)]
         forward = knots[: legs + 1]
         backward = [knots[legs] + (knot - knots[legs]) * self.pace + self.input * pair for knot in knots[legs:]]

@@ -30,7 +30,7 @@ FEWEST, MOST = 100, 600  # orders
 def tuned(
     rows: Sequence[Sequence[Action]], placement: Placement, microbatches: int, costs: Costs, cap: int
 ) -> list[list[Action]]:
-    """The best order found for these costs per stage, in memory for `cap` stages of microbatches per rank."""
+    """Return the best order found for these costs per stage, in memory for `cap` stages of microbatches per rank."""
     if costs.sizes is not None:
         raise UsageError("build takes costs of microbatches that are alike; for sizes, see order_microbatches")
     alike = replace(costs, activation=1.0, held=None, kept=0.0, overlap=None)
@@ -48,7 +48,7 @@ def tuned(
 
 
 def _most_held(row: Sequence[Action]) -> int:
-    """The most stages of microbatches that a rank holds at once, from F to W or B."""
+    """Return the most stages of microbatches that a rank holds at once, from F to W or B."""
     held = most = 0
     for action in row:
         for part in action.parts():

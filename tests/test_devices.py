@@ -18,7 +18,8 @@ KINDS = re.compile(r"cuda|nccl|\bxpu\b|\bmps\b|\bnpu\b", re.IGNORECASE)
 # Where a kind of accelerator is named all the same, how often, and why.
 EXCUSED = {
     "checkpoint/generators.py": (2, "checkpoints of earlier versions have these states under that name"),
-    "devices.py": (2, "mps keeps its one generator in a place of its own"),
+    "devices.py": (4, "mps keeps its one generator in a place of its own; a switch of CUDA alone"),
+    "tools/train/launch/environment.py": (1, "a switch of CUDA alone"),
     "tools/doctor/examine.py": (1, "the example in the error"),
     "tools/doctor/machine.py": (10, "vendors' own tools and versions, for a report"),
     "compat/gpipe/arguments.py": (

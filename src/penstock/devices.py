@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
@@ -12,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from penstock.errors import UsageError
+
 CPU = torch.device("cpu")
+QUEUES, FEWEST_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8  # which is what a device has by default
 
 
 def accelerator() -> str | None:
@@ -59,6 +63,20 @@ def as_caller(device: torch.device, streams: Iterable[torch.Stream], default: to
         torch.accelerator.set_device_index(device)
     with nullcontext() if default == torch.get_default_device() else default:
         yield
+
+
+def check_queues(device: torch.device) -> None:
+    """Raise if a device has been left few queues for what is launched on its streams.
+
+    Streams that share a queue follow each other in it: a kernel that waits for a message then holds up the one that
+    sends what the other rank needs to send that message.
+    """
+    given = os.environ.get(QUEUES, "")
+    if device.type == "cuda" and given.isdecimal() and int(given) < FEWEST_QUEUES:
+        raise UsageError(
+            f"{QUEUES}={given}: communicators of a pipeline would wait for each other in one queue of {device}; unset "
+            f"it, or give {FEWEST_QUEUES} to 32"
+        )
 
 
 def device_memory() -> int | None:

@@ -13,6 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import IO, Any
 
+from penstock.errors import UsageError
 from penstock.reading import open_plain
 
 OUTPUTS = ("/dev", "/dev/fd", "/proc/self/fd")  # have /dev/stdout, and the pipes that shells make for >(command)
@@ -39,6 +40,16 @@ def write_whole(path: Path, content: str | bytes) -> None:
         with suppress(OSError):
             partial.unlink()
         raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def check_place(path: Path) -> None:
+    """Raise where a file cannot be written, before the work whose results it is for."""
+    folder = path.parent
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        reason = f"you may not write to {folder}" if folder.is_dir() else f"there is no folder {folder}"
+        raise UsageError(f"{path} cannot be written, as {reason}; name a file elsewhere")
 
 
 def save(path: str | PathLike[str], content: str | bytes) -> None:

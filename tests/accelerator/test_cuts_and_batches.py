@@ -237,3 +237,29 @@ def test_pinned_memory_is_the_users_again_when_a_call_returns(way: str, processe
     outcomes = on_ranks(2, from_one_pinned_buffer, way) if processes else [on_device(from_one_pinned_buffer, way)]
     assert sum(len(each.value) for each in outcomes) >= 4
     assert all(far < 1e-12 for each in outcomes for far in each.value)
+
+
+def built() -> str:
+    from torch import nn
+
+    import penstock
+    from penstock.errors import PenstockError
+
+    try:
+        with penstock.Pipeline(layers(), stages=2, microbatches=2, loss_fn=nn.MSELoss(), timeout=20):
+            return "built"
+    except PenstockError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "queues", "found"),
+    mostly_slow(
+        [("cuda", "1", "give 8 to 32"), ("cuda", "8", "built"), ("pretend", "1", "built")],
+        ("cuda", "1", "give 8 to 32"),
+    ),
+)
+def test_a_device_with_few_queues_is_refused_on_all_ranks(name: str, queues: str, found: str) -> None:
+    """With one queue for all streams, communicators may wait for each other for ever."""
+    for outcome in on_ranks(2, built, name=name, environment={"CUDA_DEVICE_MAX_CONNECTIONS": queues}):
+        assert found in outcome.value

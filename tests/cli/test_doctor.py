@@ -35,6 +35,10 @@ def test_it_examines_the_cpu_and_writes_all_that_is_known(tmp_path: Path) -> Non
         (["--families", "zbv2"], "zbv2"),
         (["--families", "forward-only"], "has no backward"),
         (["--ranks", "1"], "--ranks"),
+        (["--ranks", "100000"], "enough for"),
+        (["--out", "/nowhere/found.json"], "there is no folder /nowhere"),
+        (["--cluster", "/nowhere/here.toml"], "there is no folder /nowhere"),
+        (["--out", "/tmp"], "/tmp is a folder"),
     ],
 )
 def test_what_cannot_be_examined_is_refused(arguments: list[str], message: str) -> None:

@@ -11,7 +11,7 @@ import typer
 from penstock.cli.output import guarded, working, write, write_json
 from penstock.cli.source import AsJson, count, option
 from penstock.view.figures import counted
-from penstock.writing import write_whole
+from penstock.writing import check_place, write_whole
 
 Ranks = Annotated[int | None, count("The most ranks (default: devices, up to 8).", "--ranks", "-r", least=2)]
 Families = Annotated[str | None, option("Only these families (default: all).", "--families", metavar="NAME,NAME")]
@@ -34,6 +34,8 @@ def doctor(
     Takes about two minutes. Every family is compared with a plain loop, on two ranks and on all; a rank is killed;
     reads by the host are counted; devices and links are measured. Exit code 1 when a check fails.
     """
+    for path in (out,) if cluster is None else (out, cluster):
+        check_place(path)
     with working("loading torch"):
         from penstock.tools.doctor.examine import examine, ranks_to_try, training_families  # loads torch
         from penstock.tools.doctor.findings import Examination

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from penstock.devices import backends
+from penstock.devices import backends, check_queues
 from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
 from penstock.parallel.group.agreement import agree
 from penstock.parallel.group.facts import compared
@@ -147,7 +147,10 @@ class World:
         """Return one transport for each rank that lives in this process; `devices` has the local ranks' own."""
         if self.size is None:
             return ThreadTransport.group(ranks, timeout=self.timeout, devices=list(map(devices.get, range(ranks))))
-        return [self._connect(next(iter(devices.values()), None))]
+        device = next(iter(devices.values()), None)
+        if device is not None and self.size > 1:
+            check_queues(device)
+        return [self._connect(device)]
 
     def _connect(self, device: torch.device | None) -> Transport:
         assert self.size is not None

@@ -18,6 +18,7 @@ from penstock.tools.doctor.ranks import Answers, RankGroup
 
 MOST = 8  # ranks, unless more are asked for: two minutes are enough for those
 LIMIT = 45.0  # seconds of a check
+PER_CORE = 8  # The most ranks that a core of a CPU is asked to run at a time.
 READS = 1  # A step may read once, at its end.
 # Share of the shorter of transfer and kernels that the longer should hide.
 HIDDEN = 0.5
@@ -39,6 +40,10 @@ def ranks_to_try(most: int | None) -> tuple[int, ...]:
     there = device_count(kind)
     if most is not None and kind != "cpu" and most > there:
         raise UsageError(f"--ranks {most}: this machine has {there} devices of type {kind}, and each rank needs one")
+    if most is not None and kind == "cpu" and most > PER_CORE * there:
+        raise UsageError(
+            f"--ranks {most}: this machine has {there} cores, enough for {PER_CORE * there} ranks at a time"
+        )
     most = most or min(there, MOST)
     if most < 2:
         raise UsageError(f"a pipeline needs two devices, and this machine has {there} of type {kind}; hide it to "

@@ -26,6 +26,8 @@ WANTED = {
     "OMP_WAIT_POLICY": "PASSIVE",
     # The memory of a run is counted from its first step on, and torch's allocator would warn of each older block.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # A stream for each communicator must not stand behind another one in a queue of the device (see `check_queues`).
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
 }
 
 

@@ -30,6 +30,7 @@ from penstock.parallel.group.agreement import agree
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import EndedStep, ReplicaReport, StepReport, failure_of, replica_report
+from penstock.runtime.loss.evenness import compare_replicas
 from penstock.runtime.optim.norms import local_of
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.schedule import Action, Op, Schedule, insert_shards
@@ -196,7 +197,7 @@ class Replicas(Replication):
                 failure, own = link.named(failure_of(self._executor.rank, error, None)), error
             else:
                 if any(each.loss is not None or each.extra for each in answers):
-                    ended.report.copies = [replace(each, more=None) for each in answers]
+                    ended.report.copies = [replace(each, counts=[], more=None) for each in answers]
         if failure is not None:
             self._discard()
             self._undo()
@@ -241,6 +242,7 @@ class Replicas(Replication):
     def _finish(self) -> None:
         if self._weighs and self._total is not None:
             self._summed()
+        compare_replicas([each.counts for each in self.replica_reports])
         if not self._training:
             return
         self._checks.same([each.more[2] for each in self.replica_reports])

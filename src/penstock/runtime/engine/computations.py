@@ -216,6 +216,7 @@ class Computations:
         if check is not None:
             check.judge(numbers, losses)
         counts = shares.check(numbers)
+        self.report.counts = list(shares.for_replicas)
         if check is not None:
             check.passed()
         self.report.dtype = self.losses[order[0]].dtype

@@ -45,6 +45,7 @@ class StepReport:
     ended: float = 0.0  # when all was computed and sent
     norm: tuple[float, torch.dtype] | str | None = None  # of gradients here, where the update depends on all
     copies: list[ReplicaReport] = field(default_factory=list)  # the losses of this rank in each replica, if it has any
+    counts: list[Any] = field(default_factory=list)  # what an entry of each term of the loss counts, for other replicas
 
 
 plain.register(WallStart, start=float, optimizer=float)
@@ -65,6 +66,7 @@ plain.register(
     ended=float,
     norm=tuple | str | None,
     copies=list,
+    counts=list,
 )
 
 
@@ -260,6 +262,7 @@ class ReplicaReport:
     dtype: torch.dtype = torch.float32
     extra: dict[str, float] = field(default_factory=dict)  # named losses, summed over its microbatches
     count: int = 0  # of its microbatches
+    counts: list[Any] = field(default_factory=list)  # what an entry of each term of the loss counts
     more: Any = None
 
 
@@ -270,6 +273,7 @@ plain.register(
     dtype=torch.dtype,
     extra=dict,
     count=int,
+    counts=list,
     more=object,
 )
 
@@ -279,7 +283,7 @@ def replica_report(reports: Sequence[StepReport | ReplicaReport], count: int) ->
     summary = ReplicaReport(count=count)
     for report in reports:
         if report.loss is not None:
-            summary.loss, summary.dtype = report.loss, report.dtype
+            summary.loss, summary.dtype, summary.counts = report.loss, report.dtype, report.counts
         for name, value in report.extra.items():
             summary.extra[name] = summary.extra.get(name, 0.0) + value
     return summary

@@ -15,9 +15,8 @@ see final numbers.
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,19 +25,15 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch
+from penstock.runtime.loss.evenness import REMEDY, TermCounts, term_counts
+from penstock.runtime.loss.evenness import Counted as Counts
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.losses import is_elementwise, torch_reduction
 from penstock.runtime.loss.reading import SUM as SUMMED
-from penstock.runtime.loss.reading import Form, Forms, Number, Reading, Term, read_loss, sums_rows
+from penstock.runtime.loss.reading import Form, Forms, Reading, read_loss, sums_rows
 from penstock.runtime.loss.weights import Counted, Entries, Measure, cross_entropy, find_entries
 
 ITEMS = "num_items_in_batch"
-COARSE = 1e-4  # rounding of numbers that a sum of many terms is not computed in
-
-REMEDY = (
-    "say what it is a mean over with LossOptions(weight=), a function of anything that step() is passed, by name, "
-    "such as lambda labels: (labels != -100).sum()"
-)
 
 
 class _MeanOverRows:
@@ -186,6 +181,7 @@ class Shares:
     wants_graph = False  # of a loss that is computed without one
     tensors: Sequence[Tensor] = ()  # the numbers that `check` looks at
     measure: Measure | None = None
+    for_replicas: Sequence[Any] = ()  # what other replicas compare with what their losses are divided by
     is_elementwise = False  # whether the loss is one of torch's own that compares each entry with its target
 
     def __init__(self, count: int, share: float) -> None:
@@ -223,6 +219,7 @@ class BatchShares(Shares):
         self._empty: set[int] = set()  # microbatches that weigh nothing, while nothing is known of others
         self._readings: dict[int, Reading] = {}  # by microbatch
         self._entries: dict[int, int] = {}  # of the output, by microbatch
+        self.for_replicas: list[Any] = []
         self._total: Callable[[], float] | None = None
         self._refused: ModelError | UsageError | None = None
         self.weights: list[float] | None = None  # None: losses add up, or nothing is known yet
@@ -348,7 +345,8 @@ class BatchShares(Shares):
     def check(self, numbers: dict[int, float]) -> list[float]:
         shares, weighing = self(), self._weighing
         read = {number: each for number, each in self._readings.items() if shares[number] != 0}
-        if len(read) < 2 or weighing.draws:
+        alone = self._replicas.replicas == 1
+        if len(read) <= alone or weighing.draws:
             return shares
         if weighing.loss_fn is None and not all(each.form.is_complete for each in read.values()):
             weighing.cannot_tell("the model computes it, and it is no sum of means, cross-entropies and parameters")
@@ -358,60 +356,37 @@ class BatchShares(Shares):
         }
         place = min(read)
         first, like = read[place], (shares[place], values[place])
-        if all(each.form is first.form and (shares[number], values[number]) == like for number, each in read.items()):
+        same = all(each.form is first.form and (shares[n], values[n]) == like for n, each in read.items())
+        if same and alone:
             return shares  # nearly always
-        if len({each.form.terms for each in read.values()}) == 1 or {
-            len(each.form.terms) for each in read.values()
-        } == {1}:
-            for index, term in enumerate(first.form.terms):
-                slack = max((_slack(first.numbers[by]) for by, _ in term.factors), default=_slack(1.0))
-                counts = {number: each.form.terms[index].value(values[number]) for number, each in read.items()}
-                self._check_term(term, counts, shares, slack)
+        for counts in self._term_counts(read, values, shares):
+            found = counts.unevenness()
+            if found is None:
+                self.for_replicas += [] if alone else [counts.for_replicas()]
+            elif weighing.uneven is None:
+                raise ModelError("; ".join(found))
+            else:
+                weighing.uneven(found[0])
         return shares
 
-    def _check_term(self, term: Term, values: Mapping[int, float], shares: list[float], slack: float) -> None:
-        """Raise unless each entry of the batch counts alike, or it is one of all microbatches, such as a parameter."""
-        counts = {number: value * shares[number] for number, value in values.items()}
-        if not all(map(math.isfinite, counts.values())) or _alike(counts, slack):
+    def _term_counts(
+        self, read: Mapping[int, Reading], values: Mapping[int, list[float]], shares: list[float]
+    ) -> Iterator[TermCounts]:
+        """Yield the terms of all losses, where they have the same, or one each."""
+        forms = [each.form.terms for each in read.values()]
+        if len(set(forms)) != 1 and set(map(len, forms)) != {1}:
             return
-        if _alike(values, slack) and (term.is_weighted or not term.of_rows or not term.is_read):
-            return
-        rows, entries = self._batch.row_counts(), self._entries
-        if term.is_weighted and _alike({number: value * rows[number] for number, value in values.items()}, slack):
-            return  # weights whose own mean is 1
-        per_row = {number: count * entries[number] / rows[number] for number, count in counts.items()}
-        if self.measure is ROWS and _alike(per_row, slack):
-            return  # a mean over all entries of rows that have different lengths in each microbatch
-        one, two = sorted((min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)))
-        over = [1 / values[number] if values[number] else math.inf for number in (one, two)]
-        weights, remedy = self.weights or [1.0] * len(shares), REMEDY
-        what = f"are means over {over[0]:g} and {over[1]:g} entries"
-        if over[0] <= 1 and _alike(values, slack):
-            what, remedy = "are sums", f"pass LossOptions(reduction='sum') if they add up, or {REMEDY}"
-        what = (
-            f"the losses of microbatches {one} and {two} {what}, but count as {weights[one]:g} and {weights[two]:g}, "
-            f"by {self.measure}: neither the batch's loss nor its gradients would be those of the whole batch in one "
-            f"piece"
-        )
-        if self._weighing.uneven is None:
-            raise ModelError(f"{what}; {remedy}")
-        self._weighing.uneven(what)
+        rows, weights, numbers = self._batch.row_counts(), self.weights or [1.0] * len(shares), read[min(read)].numbers
+        for index, terms in enumerate(zip(*forms, strict=True)):
+            counted = {
+                n: Counts(each.form.terms[index].value(values[n]), shares[n], weights[n], rows[n], self._entries[n])
+                for n, each in read.items()
+            }
+            yield term_counts(terms, counted, numbers, self.measure, self.measure is ROWS)
 
 
 def _most_entries(output: Any) -> int:
     return max((leaf.numel() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)), default=1)
-
-
-def _slack(number: Number) -> float:
-    """Return how far apart rounding may bring equal numbers: a coarse one is rounded once, when it has been summed."""
-    kind = number.dtype if isinstance(number, Tensor) and number.is_floating_point() else torch.float64
-    eps = torch.finfo(kind).eps
-    return 2 * eps if eps >= COARSE else 32 * eps
-
-
-def _alike(values: Mapping[int, float], slack: float) -> bool:
-    least, most = min(values.values()), max(values.values())
-    return most - least <= slack * max(abs(least), abs(most))
 
 
 def is_items(factor: Tensor | float, batch: Batch, number: int) -> bool:

@@ -20,9 +20,8 @@ from penstock.checkpoint.disk.directory import CheckpointFolder, Directory, sees
 from penstock.checkpoint.disk.manifest import find_newest
 from penstock.checkpoint.files.tensors import Body
 from penstock.checkpoint.load.loading import Loaded, SkippedLog, load_into
-from penstock.checkpoint.named_tensors import Saved
+from penstock.checkpoint.named_tensors import Given, Saved, collect, document_of
 from penstock.checkpoint.processes import Processes
-from penstock.checkpoint.save.collecting import Given, collect, document_of
 from penstock.checkpoint.save.saving import GivenUp, Saving, remove
 from penstock.checkpoint.save.write_plan import Planner
 from penstock.errors import CheckpointError, UsageError
@@ -38,6 +37,12 @@ BEAT = 1.0  # seconds: how long a process waits for its own files before it look
 
 class Checkpointer:
     """Saves and loads the checkpoints of one run, in a directory that all its processes share.
+
+    ::
+
+        checkpoints = Checkpointer("checkpoints")
+        checkpoints.save(step, pipe, optimizer)
+        step = checkpoints.load(pipe, optimizer).step + 1
 
     Args:
         directory: Where the checkpoints are, one folder per saved step.

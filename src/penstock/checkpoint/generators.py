@@ -27,7 +27,6 @@ def seed_generators(seed: int) -> None:
 
 
 def states_of_generators() -> dict[str, Any]:
-    """Return where every generator stands now."""
     version, numbers, gauss = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),

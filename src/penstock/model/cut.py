@@ -25,8 +25,7 @@ from penstock.model.by_position import layers_of, more_than_its_layers, split_by
 from penstock.model.cut_options import CutOptions
 from penstock.model.lazy import check_values, is_lazy
 from penstock.model.replay.cut import split_by_replay
-from penstock.model.stage_shares import doubts_about
-from penstock.model.staged_model import StagedModel
+from penstock.model.staged_model import StagedModel, doubts_about
 
 Example = tuple[Any, ...] | Mapping[str, Any]
 

@@ -48,7 +48,6 @@ class Balancing:
 
     @property
     def counts(self) -> list[int] | None:
-        """The user's own counts, where that is what was given."""
         if self.how is None or isinstance(self.how, (str, Mapping)):
             return None
         return list(self.how)

@@ -82,7 +82,6 @@ class ModuleSettings:
         return [(module, name) for module, known in self._known for name in known]
 
     def is_unchanged(self, module: nn.Module, name: str) -> bool:
-        """Return whether an attribute is the one of the last look."""
         return vars(module).get(name, _ABSENT) is self._by_module[id(module)].get(name, _ABSENT)
 
     def put(self, module: nn.Module, name: str, value: Any) -> None:

@@ -1,10 +1,9 @@
 """From a recording to stages: which stage makes which call, and what crosses to whom.
 
-Calls are assigned in call order, contiguously. A stage replays the whole glue, so what it needs
-from elsewhere are exactly the marks at the arguments of its own calls (and, for the last one,
-at the final output) that belong to calls of other stages; each travels straight from the
-stage that made it. A call of parameters that an earlier stage owns (a block shared by all
-layers, a tied module used twice) is made where it stands, on a copy of those parameters.
+Calls are assigned in call order, contiguously. A stage replays the whole glue, so what it needs from elsewhere are the
+marks at the arguments of its own calls (and, for the last one, at the final output) that belong to calls of other
+stages; each travels straight from the stage that made it. A call of parameters that an earlier stage owns is made where
+it stands, on a copy of those parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from penstock.model.names import dotted_name
 from penstock.model.replay.recording.unit_calls import PARAMETER, STATE, ForwardRecording, KeptState, Mark
 from penstock.schedule.topology import Topology
 
-GLUE = -1  # in the place of a stage: every stage makes the call
+GLUE = -1  # Stands for a stage where every stage makes the call.
 
 
 @dataclass(frozen=True)
@@ -25,20 +24,19 @@ class StagePlan:
     """Which stage makes which call, and which values cross from stage to stage."""
 
     recording: ForwardRecording
-    stage_of: tuple[int, ...]  # of each call
+    stage_of: tuple[int, ...]  # Indexed by call.
     stages: int
     crossing: dict[tuple[int, int], tuple[Mark, ...]]  # (from stage, to stage) -> what crosses
     topology: Topology
-    glue_parameters: tuple[tuple[str, ...], ...]  # of each stage: parameters and buffers that its glue reads
+    glue_parameters: tuple[tuple[str, ...], ...]  # Indexed by stage: parameters and buffers that its glue reads.
 
     def units_of(self, stage: int) -> list[str]:
-        """The units that a stage calls, each once, in call order."""
         calls = self.recording.calls
         return list(dict.fromkeys(calls[number].unit for number, owner in enumerate(self.stage_of) if owner == stage))
 
 
 def plan_stages(recording: ForwardRecording, cuts: Sequence[int]) -> StagePlan:
-    """`cuts` are the numbers of the first calls of stages 1, 2, ..."""
+    """Plan the stages; `cuts` are the numbers of the first calls of stages 1, 2, ..."""
     stages = len(cuts) + 1
     stage_of, stage = [], 0
     for number in range(len(recording.calls)):
@@ -65,7 +63,7 @@ def plan_stages(recording: ForwardRecording, cuts: Sequence[int]) -> StagePlan:
 
 
 def state_across(recording: ForwardRecording, cut: int) -> str:
-    """What units keep from call to call and is needed on both sides of a cut; empty: there is nothing."""
+    """Name what units keep from call to call and is needed on both sides of a cut; empty: there is nothing."""
     before = {call.unit: call.keeps for call in recording.calls[:cut] if call.keeps}
     unit = next((call.unit for call in recording.calls[cut:] if call.unit in before), None)
     if unit is not None:
@@ -80,7 +78,6 @@ def state_across(recording: ForwardRecording, cut: int) -> str:
 
 
 def _check_state(recording: ForwardRecording, stage_of: Sequence[int], stage: int, state: KeptState) -> None:
-    """What a unit keeps is known on its own stage only."""
     for number, call in enumerate(recording.calls):
         if call.unit in state.writers and stage_of[number] not in (GLUE, stage):
             raise ModelError(
@@ -91,7 +88,7 @@ def _check_state(recording: ForwardRecording, stage_of: Sequence[int], stage: in
 
 
 def _check_kept(recording: ForwardRecording, stage_of: Sequence[int]) -> None:
-    """Running statistics and counters have one order of updates, which calls on two stages would not keep."""
+    """Refuse running statistics and counters on two stages, which would not keep their one order of updates."""
     where: dict[str, int] = {}
     for number, call in enumerate(recording.calls):
         if call.keeps and where.setdefault(call.unit, stage_of[number]) != stage_of[number]:

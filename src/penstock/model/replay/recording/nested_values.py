@@ -25,11 +25,11 @@ class DataclassRecord:
     kind: type
     names: tuple[str, ...]
     inside: Structure
-    count: int  # of its leaves
+    count: int  # Number of its leaves.
 
 
 def flatten(value: Any) -> tuple[list[Any], Structure]:
-    """The leaves of a value and how they were put together; the fields of a dataclass are leaves too."""
+    """Return the leaves of a value and how they were put together; the fields of a dataclass are leaves too."""
     outer, spec = pytree.tree_flatten(value)
     if not any(_is_record(leaf) for leaf in outer):
         return outer, Structure(spec)
@@ -48,7 +48,6 @@ def flatten(value: Any) -> tuple[list[Any], Structure]:
 
 
 def unflatten(leaves: list[Any], structure: Structure) -> Any:
-    """The value that `flatten` took apart, with these leaves."""
     outer, place = [], 0
     records = {record.place: record for record in structure.records}
     for number in range(structure.spec.num_leaves):
@@ -71,7 +70,7 @@ def _is_record(leaf: Any) -> bool:
 
 
 def tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
-    """Every tensor in a pytree, and in the attributes of objects that are no pytrees."""
+    """Return every tensor in a pytree, and in the attributes of objects that are no pytrees."""
     found: list[Tensor] = []
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
@@ -84,7 +83,7 @@ def tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
 
 
 def differ(value: Any, other: Any) -> bool:
-    """Whether two values that are no tensors differ, or may: what cannot be compared counts as different."""
+    """Return whether two values that are no tensors differ, or may: what cannot be compared counts as different."""
     if value is other:
         return False
     if type(value) is not type(other):

@@ -42,7 +42,7 @@ class UnitCall:
     given: Any = None  # what decided the shapes: those of its arguments, plain values, the mode
     glue: bool = False  # a parameter-free module that no unit's value reaches: every stage runs it
     changed_in_place: bool = False  # the glue writes into what it returned
-    adds: bool = False  # to lists or dicts, beside what it returns: (what it returns, what it adds) are its leaves
+    adds: bool = False  # Adds to lists or dicts; (what it returns, what it adds) are its leaves.
     keeps: str = ""  # what it changes on itself at every call, such as running statistics
 
 
@@ -51,7 +51,9 @@ def _kind(leaf: Any) -> type:
 
 
 def shapes_of(value: Any, mode: Any = True) -> tuple[Any, ...]:
-    """What decides the shapes of a call's results: those of its arguments, plain values, where they stand, the mode."""
+    """Return what decides the shapes of a call's results: those of its arguments, plain values, where they stand, the
+    mode.
+    """
     leaves, structure = flatten(value)
     plain = tuple(leaf if leaf is None or isinstance(leaf, (int, float, str)) else _kind(leaf) for leaf in leaves)
     tensors = tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(value))
@@ -72,13 +74,13 @@ class ForwardRecording:
 
     calls: list[UnitCall] = field(default_factory=list)
     output: frozenset[Mark] = frozenset()
-    parameters: list[str] = field(default_factory=list)  # and buffers: what (PARAMETER, number) stands for
-    states: list[KeptState] = field(default_factory=list)  # and (STATE, number)
-    guarded: dict[str, list[tuple[str, str]]] = field(default_factory=dict)  # of a unit, what others read: it may not
-    # change; (module inside of the unit, attribute)
+    parameters: list[str] = field(default_factory=list)  # Also buffers: what (PARAMETER, number) stands for.
+    states: list[KeptState] = field(default_factory=list)  # What (STATE, number) stands for.
+    # By unit, what others read of it and must not change: (module inside of the unit, attribute).
+    guarded: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     draws_in_glue: bool = False
     reads_values: bool = False  # the glue turned a tensor into a Python value
     writes_inputs: bool = False  # the glue changes the model's inputs in place
-    values: list[tuple[str, int, int]] = field(default_factory=list)  # by unit call: checksums of what it was given and
-    # of what it returned; at the end, of the output
+    # Checksums of what each unit call was given and returned; at the end, of the output.
+    values: list[tuple[str, int, int]] = field(default_factory=list)
     untried: Untried | None = None  # None: the recording holds for training mode as well

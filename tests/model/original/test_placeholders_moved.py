@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from penstock.model.moved import moved
+from penstock.model.original.placeholders import moved
 
 
 def test_a_module_has_copies_for_a_while_and_then_its_own_tensors() -> None:

@@ -145,7 +145,7 @@ class Checkpointer:
     def _begin(self, saving: Saving) -> None:
         """Write on a thread, so that this one hears of a process that is lost meanwhile."""
         if self._writer is None:
-            self._writer = saving.clock.background("penstock-checkpoint")
+            self._writer = saving.processes.clock.background("penstock-checkpoint")
         self._under_way.append((saving, self._writer.submit(saving.run)))
 
     def _place(self, step: int) -> CheckpointFolder:
@@ -191,19 +191,8 @@ class Checkpointer:
             for place in made:
                 remove(place.temporary)
             raise
-        return Saving(
-            step=step,
-            temporary=where.temporary,
-            final=where.final,
-            number=processes.number,
-            count=processes.count,
-            plan=plan,
-            plain=saved.plain,
-            document={**document, "serial": where.serial},
-            lost=processes.lost,
-            finished=self.files.tidy,
-            clock=processes.clock,
-        )
+        document = {**document, "serial": where.serial}
+        return Saving(step, where.temporary, where.final, processes, plan, saved.plain, document, self.files.tidy)
 
     def _settle(self, processes: Processes, leave: int = 0) -> None:
         """Wait until at most `leave` saves are under way; raise what went wrong in any, on every process alike.

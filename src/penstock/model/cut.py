@@ -117,14 +117,7 @@ def _by_position(
     layers = layers_of(model)
     if balance.runs and (example is None or isinstance(example, Mapping)):
         raise UsageError(f"balance={balance.how!r} measures the layers with an input: pass example=(x,)")
-    weights = profile_layers(
-        layers,
-        tuple(example) if balance.runs and example is not None else None,
-        optimizer=balance.optimizer,
-        measured=balance.measures,
-        agree=balance.agree if balance.runs else None,
-        device=balance.device,
-    )
+    weights = profile_layers(layers, tuple(example) if balance.runs and example else None, **balance.profiling)
     counts = balance.counts
     if stages is not None and (weighed or (counts is None and balance.speeds is not None)):
         counts = counts_of(balance.cuts(stages, weights, None, crossing_of(weights)), len(layers))

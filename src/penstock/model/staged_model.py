@@ -107,81 +107,63 @@ def doubts_about(
     found = _Parameters(staged)
     if not found.total or staged.stages < 2:
         return ()
-    doubts = _uneven(found, [[stage] for stage in range(staged.stages)], by_parameters)
+    doubts = found.uneven([[stage] for stage in range(staged.stages)], by_parameters)
     schedule = schedule_for(staged.stages) if doubts else None
     if schedule is not None:
-        ranks = [schedule.placement.stages_of(rank) for rank in range(schedule.ranks)]
-        doubts = _uneven(found, ranks, by_parameters)
-    empty = [stage for stage in range(staged.stages) if not found.held([stage])]
+        doubts = found.uneven([schedule.placement.stages_of(rank) for rank in range(schedule.ranks)], by_parameters)
+    empty = [stage for stage in range(staged.stages) if not found.on([stage])]
     if empty:
-        doubts.append(f"no parameters are on {_stages(empty)}; pass fewer stages, or other counts with balance=")
-    tied = _tied(staged.model)
-    for stages in sorted({tuple(each) for each in found.stages_of.values() if len(set(each)) > 1}):
-        both = [own for own, each in found.stages_of.items() if tuple(each) == stages and own in found.trained - tied]
-        if found.size(both) > NOTICED * found.total:
+        doubts.append(f"no parameters are on {_named(empty)}; pass fewer stages, or other counts with balance=")
+    model = staged.model
+    named = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else ()
+    names = Counter(parameter for _, parameter in named)  # What has several names is meant to be in several places.
+    for stages in sorted({tuple(each) for each in found.stages.values() if len(set(each)) > 1}):
+        both = [each for each, places in found.stages.items() if tuple(places) == stages and names[each] < 2]
+        size, _, words = found.describe(each for each in both if each.requires_grad)
+        if size > NOTICED * found.total:
             doubts.append(
-                f"{_stages(stages)} each hold and train {found.share(both)} of the model's parameters "
-                f"({found.largest(both)}), because the model's code uses them in several places or reads them outside "
-                f"of modules that it calls; let one module own and use them, or cut where all uses are on one stage"
+                f"{_named(stages)} each hold and train {words}, because the model's code uses them in several places "
+                f"or reads them outside of modules that it calls; let one module own and use them, or cut where all "
+                f"uses are on one stage"
             )
     return tuple(doubts)
 
 
 class _Parameters:
-    """The parameters of a model in stages, each by its id."""
+    """The parameters of a model in stages, with their names and stages."""
 
     def __init__(self, staged: StagedModel) -> None:
-        self.sizes: dict[int, int] = {}
-        self.names: dict[int, str] = {}
-        self.trained: set[int] = set()
-        self.stages_of: dict[int, list[int]] = defaultdict(list)
+        self.names: dict[nn.Parameter, str] = {}
+        self.stages: dict[nn.Parameter, list[int]] = defaultdict(list)
         for holding in staged.holdings():
             for name, parameter in holding.module.named_parameters():
-                own = id(parameter)
-                self.sizes[own], self.names[own] = parameter.numel(), holding.names.get(name, name)
-                self.trained.update([own] if parameter.requires_grad else [])
-                self.stages_of[own].append(holding.stage)
-        self.total = sum(self.sizes.values())
+                self.names[parameter] = holding.names.get(name, name)
+                self.stages[parameter].append(holding.stage)
+        self.total = sum(parameter.numel() for parameter in self.names)
 
-    def held(self, some: Collection[int]) -> list[int]:
-        return [own for own, stages in self.stages_of.items() if not set(some).isdisjoint(stages)]
+    def on(self, some: Collection[int]) -> list[nn.Parameter]:
+        return [parameter for parameter, stages in self.stages.items() if not set(some).isdisjoint(stages)]
 
-    def size(self, of: Iterable[int]) -> int:
-        return sum(self.sizes[own] for own in of)
+    def describe(self, some: Iterable[nn.Parameter]) -> tuple[int, int, str]:
+        """Return the size of parameters, that of their largest layer, and in words their share and largest layers."""
+        layers: Counter[str] = Counter()
+        for parameter in some:
+            layers[self.names[parameter].rpartition(".")[0] or self.names[parameter]] += parameter.numel()
+        most = ", ".join(f"{layer} {size / self.total:.0%}" for layer, size in layers.most_common(3))
+        more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+        words = f"{layers.total() / self.total:.0%} of the model's parameters ({most}{more})"
+        return layers.total(), max(layers.values(), default=0), words
 
-    def share(self, of: Iterable[int]) -> str:
-        return f"{self.size(of) / self.total:.0%}"
-
-    def layers(self, of: Iterable[int]) -> list[tuple[str, int]]:
-        """Return the layers that have these parameters, with their sizes, the largest first."""
-        found: dict[str, int] = defaultdict(int)
-        for own in of:
-            found[self.names[own].rpartition(".")[0] or self.names[own]] += self.sizes[own]
-        return sorted(found.items(), key=lambda layer: -layer[1]) or [("", 0)]
-
-    def largest(self, of: Iterable[int]) -> str:
-        found = self.layers(of)
-        most = ", ".join(f"{layer} {size / self.total:.0%}" for layer, size in found[:3])
-        return most + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-
-
-def _uneven(found: _Parameters, groups: Sequence[Collection[int]], by_parameters: bool) -> list[str]:
-    limit = max(UNEVEN / len(groups), 0.0 if by_parameters else NEARLY_ALL) * found.total
-    return [
-        f"{_stages(some)} {'has' if len(some) == 1 else 'have'} {found.share(of)} of the model's parameters "
-        f"({found.largest(of)}), where {1 / len(groups):.0%} would be even; name other places to cut with split_at=, "
-        f"or pass other weights with balance="
-        for some in groups
-        for of in [found.held(some)]
-        if found.size(of) - found.layers(of)[0][1] > limit
-    ]
+    def uneven(self, groups: Sequence[Collection[int]], by_parameters: bool) -> list[str]:
+        limit = max(UNEVEN / len(groups), 0.0 if by_parameters else NEARLY_ALL) * self.total
+        return [
+            f"{_named(some)} {'has' if len(some) == 1 else 'have'} {words}, where {1 / len(groups):.0%} would be even; "
+            f"name other places to cut with split_at=, or pass other weights with balance="
+            for some in groups
+            for size, largest, words in [self.describe(self.on(some))]
+            if size - largest > limit
+        ]
 
 
-def _stages(some: Collection[int]) -> str:
+def _named(some: Collection[int]) -> str:
     return f"stage{'s' * (len(some) > 1)} {', '.join(map(str, some))}"
-
-
-def _tied(model: object) -> set[int]:
-    """Return the parameters that the model itself has under several names, which are meant to be in several places."""
-    named = model.named_parameters(remove_duplicate=False) if isinstance(model, nn.Module) else ()
-    return {own for own, count in Counter(id(parameter) for _, parameter in named).items() if count > 1}

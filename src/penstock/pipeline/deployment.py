@@ -70,7 +70,6 @@ class Programs:
         return self._training[count]
 
     def _prove(self, schedule: Schedule) -> _Proved:
-        """Lower a schedule and prove that it ends, before anything runs."""
         gathering = self._gathering(False)
         ordered = in_turn(schedule, gathering)
         program = gather(self._lower(ordered), gathering)

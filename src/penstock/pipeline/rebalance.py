@@ -104,7 +104,6 @@ def _check_groups(answers: list[list[str]]) -> None:
 
 
 def _packed(held: Tensor | nn.Module, groups: Groups) -> tuple[Any, bool, Any]:
-    """Return what is sent: a value, whether it is trained, and its optimizer's state of it."""
     if isinstance(held, Tensor):
         return held.detach(), held.requires_grad, _state_of(groups, held)
     return held.get_extra_state(), False, None
@@ -123,7 +122,6 @@ def _unpack(held: Tensor | nn.Module, sent: tuple[Any, bool, Any], groups: Group
 
 
 def _state_of(groups: Groups, tensor: Tensor) -> tuple[int, Mapping[str, Any]] | None:
-    """Return (number of its parameter group, its state) of a parameter that is trained."""
     for number, (optimizer, group) in enumerate(groups):
         if any(tensor is parameter for parameter in group["params"]):
             return number, dict(optimizer.state.get(tensor, {}))

@@ -37,7 +37,6 @@ def stage_table(pipe: Pipeline) -> str:
 
 
 def _table(rows: list[dict[str, str]]) -> str:
-    """Make a table with a column for each name that any row has something under."""
     names = [name for name in rows[0] if any(row[name] for row in rows)]
     left = [place for place, name in enumerate(names) if name not in NUMBERS]
     return table([names, *([row[name] for name in names] for row in rows)], left)
@@ -71,7 +70,6 @@ def _units(part: StagePart, count: int) -> str:
 
 
 def _measured(weights: Sequence[Weight]) -> dict[str, str]:
-    """Return what was measured of one microbatch with the example; empty where nothing was."""
     time = sum(weight.milliseconds for weight in weights)
     known = any(weight.output_bytes for weight in weights)
     return {

@@ -135,7 +135,6 @@ class Steps:
             run.program = programs.inference(self.batches.count(run.call), self.deployment.replication.lowered)
 
     def _take_count(self, count: int | None) -> None:
-        """Run that many microbatches from here on, if the batch says how many."""
         if count is None or not self.deployment.programs.take(count, self.batches.sizes) or self.recorder is None:
             return
         schedule = self.deployment.schedule

@@ -246,7 +246,6 @@ class StepLoop:
             self._weights.set_aside()
 
     def _is_known_to_be_as_is(self, step: UncollectedStep) -> bool:
-        """Return whether all reports are here already, and they say that the update is right as it is."""
         reports = step.ended.known_reports()
         return reports is not None and self._decide(reports, self._result(reports, step)).as_is
 
@@ -286,7 +285,6 @@ class StepLoop:
         return mine
 
     def _prove(self, program: Schedule) -> None:
-        """Verify a program with the same one after it, once."""
         if self._proved.get(id(program)) is not program:
             verify(program, steps=2)
             if len(self._proved) >= KEPT:
@@ -365,7 +363,6 @@ class StepLoop:
         raise error from error.__cause__
 
     def _undo(self, step: UncollectedStep, error: BaseException) -> None:
-        """Undo a step that is complete here, with its update, because it failed on another rank."""
         counter = self._steps.deployment.counter
         counter.step -= 1
         self._weights.undo(step)

@@ -278,7 +278,6 @@ def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
 
 
 def _listed(kinds: Mapping[str, list[str]]) -> str:
-    """List the names of each kind that has any."""
     return "; ".join(
         f"{what} {', '.join(names[:SHOWN])}{f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}"
         for what, names in kinds.items()

@@ -217,7 +217,6 @@ class _Restoring:
         return None, None
 
     def take_back(self) -> None:
-        """Take back everything, as if `hand_out` had never been called."""
         for part, state in self._before:
             part.load_state_dict(state)
 

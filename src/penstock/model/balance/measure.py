@@ -92,7 +92,6 @@ class _Ledger:
         self._origin[self._storages.key(twin)] = self._of(original)
 
     def count(self, saved: Sequence[Tensor]) -> int:
-        """Return the bytes of those that were not counted before."""
         total = 0
         for tensor in saved:
             key = self._of(tensor)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def prove(
     def plain(given: Sequence[Any]) -> RunResult:
         return _run_plain(model, lambda: arguments.call(model, inputs, [*map(fresh, given)]))
 
-    graph = _Graph(model, capture, stages)
+    graph = partial(_run_graph, model, capture, stages)
     try:
         first = plain(inputs.tensors)
     except PenstockError:
@@ -48,7 +49,7 @@ def prove(
         ) from error
     _compare(model, first, plain(inputs.tensors), "twice on the same input", "its own first result")
     for _ in range(2):
-        _compare(model, graph.run(inputs.tensors), first, "on the example", "the model")
+        _compare(model, graph(inputs.tensors), first, "on the example", "the model")
     for other in _others(inputs.tensors):
         try:
             expected = plain(other)
@@ -56,7 +57,7 @@ def prove(
             raise
         except Exception:  # The model's own word on values that it does not take, such as positions.
             continue
-        _compare(model, graph.run(other), expected, "on other values of the example's shapes", "the model")
+        _compare(model, graph(other), expected, "on other values of the example's shapes", "the model")
         return
 
 
@@ -101,27 +102,21 @@ def _run_plain(model: nn.Module, call: Callable[[], Any], draws: RandomDraws | N
         return _result(output, {name: buffer.clone() for name, buffer in model.named_buffers()})
 
 
-class _Graph:
-    """The stages of its graph, one after the other."""
-
-    def __init__(self, model: nn.Module, capture: Capture, stages: Sequence[StageGraph]) -> None:
-        self._capture, self._stages = capture, stages
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._buffers = dict(model.named_buffers(remove_duplicate=False))
-        self._own = [name for name, _ in model.named_buffers()]
-
-    def run(self, tensors: Sequence[Any]) -> RunResult:
-        copies = {id(buffer): buffer.detach().clone() for buffer in self._buffers.values()}
-        state = self._parameters | {name: copies[id(buffer)] for name, buffer in self._buffers.items()}
-        inputs = [*map(fresh, tensors)]
-        arrived: list[dict[int, Any]] = [{} for _ in self._stages]  # Indexed by stage, then by producing stage.
-        found: list[Any] = []
-        with _seeded():
-            for index, stage in enumerate(self._stages):
-                sent, found = stage.run(state, inputs, arrived[index])
-                for target, values in sent.items():
-                    arrived[target][index] = values
-        return _result(put_together(self._capture.output, found), {name: state[name] for name in self._own})
+def _run_graph(model: nn.Module, capture: Capture, stages: Sequence[StageGraph], tensors: Sequence[Any]) -> RunResult:
+    """Return what the stages of its graph give, one after the other."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    copies = {id(buffer): buffer.detach().clone() for buffer in buffers.values()}
+    state: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    state |= {name: copies[id(buffer)] for name, buffer in buffers.items()}
+    inputs = [*map(fresh, tensors)]
+    arrived: list[dict[int, Any]] = [{} for _ in stages]  # Indexed by stage, then by producing stage.
+    found: list[Any] = []
+    with _seeded():
+        for index, stage in enumerate(stages):
+            sent, found = stage.run(state, inputs, arrived[index])
+            for target, values in sent.items():
+                arrived[target][index] = values
+    return _result(put_together(capture.output, found), {name: state[name] for name, _ in model.named_buffers()})
 
 
 def _result(output: Any, buffers: dict[str, Tensor]) -> RunResult:

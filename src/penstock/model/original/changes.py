@@ -118,7 +118,6 @@ class _Watched:
         self._was = [dict(each) if isinstance(each, dict) else each for each in now()]  # Tables change in place.
 
     def fault(self) -> str:
-        """Return what has become of it, or an empty text."""
         now = self._now()
         if now == self._was:
             return ""

@@ -131,7 +131,6 @@ def _members(value: Any) -> Iterable[Any]:
 
 
 def _contents(value: Any, objects: bool, depth: int = DEPTH) -> list[Any]:
-    """Return all that is in a container, and in the containers in it, in order."""
     found: list[Any] = []
     for member in _members(value):
         found.append(member)

@@ -40,16 +40,7 @@ def split_by_replay(
     kwargs = {**defaults, **kwargs}
     split = _Split(model, stage_count(stages, balance.counts, split_at), balance, split_at, defaults)
     split.look(args, kwargs)
-    weights = profile_calls(
-        model,
-        split.recording,
-        args,
-        kwargs,
-        optimizer=balance.optimizer,
-        measured=balance.runs and balance.measures,
-        agree=balance.agree if balance.runs else None,
-        device=balance.device,
-    )
+    weights = profile_calls(model, split.recording, args, kwargs, **balance.profiling)
     return split.assemble(weights, split.cuts(weights), Shapes(split.modules))
 
 
@@ -119,7 +110,6 @@ class _Split:
         return [number for number in self._with_parameters() if not state_across(self.recording, number)]
 
     def cuts(self, weights: Sequence[Weight]) -> list[int]:
-        """Return the first calls of stages 1, 2, ..."""
         starts, balance = self._starts(), self._balance
         if self._split_at:
             return _cuts_at(self.recording, self._split_at, starts, self._with_parameters())

@@ -84,7 +84,6 @@ def _join(recording: ForwardRecording, other: ForwardRecording) -> str:
 
 
 def _renumbered(marks: frozenset[Mark], first: int) -> frozenset[Mark]:
-    """Count states from the end of those that the other recording has."""
     return frozenset((kind, number + first) if kind == STATE else (kind, number) for kind, number in marks)
 
 

@@ -161,27 +161,47 @@ def held_on(staged: StagedModel, placement: Placement, rank: int) -> dict[str, H
     return {name: held for holding in here for name, held in _held_by(holding)}
 
 
-class WholeValues:
-    """The values of this rank's stages, each whole, under the first of its names; without the loss function's own."""
+class WholeModel:
+    """The values of all ranks, each once, in the model's order: to be walked by all ranks together.
 
-    def __init__(self, state: ModelState) -> None:
-        self._deployment = deployment = state.deployment
-        self.first = state.first_names()
-        loss = deployment.staged.loss
+    `rank`: the one of the first replica that gets them; None for all. `own` are the values of this rank's stages under
+    the first of their names, without the loss function's own; `sources` is the rank that gives each value: the lowest
+    of those that have it.
+    """
+
+    def __init__(self, state: ModelState, rank: int | None, call: str) -> None:
+        self._deployment, self._call = state.deployment, call
+        deployment = state.deployment
+        self.targets = targets_of(deployment, call, rank)
+        self._first = first = state.first_names()
+        loss, holdings = deployment.staged.loss, deployment.staged.holdings()
         apart = set() if loss is None else set(loss.names.values())
-        self.every = {name: value for name, value in state.state_dict().items() if name not in apart}
-        self.own = {self.first.get(name, name): value for name, value in self.every.items()}
+        every = {name: value for name, value in state.state_dict().items() if name not in apart}
+        self.own = {first.get(name, name): value for name, value in every.items()}
         self._parameters = {
-            self.first.get(full, full)
+            first.get(full, full)
             for holding in deployment.holdings()
             for name, _ in holding.module.named_parameters(remove_duplicate=False)
             for full in (holding.names[name],)
         }
+        sources: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
+        there: dict[str, None] = {}
+        sizes = [(name, _bytes(value)) for name, value in every.items()]
+        for source, answer in enumerate(deployment.world.all_gather(call, sizes)):
+            for name, size in answer:
+                there[name] = None
+                sources.setdefault(first.get(name, name), source)
+                self._sizes[first.get(name, name)] = size
+        # Ranks may hold stages out of order; within a stage, names are in the order of its module's own state.
+        stage_of = {name: holding.stage for holding in holdings for name in holding.names.values()}
+        by_stage = sorted(there, key=lambda name: stage_of.get(name, len(holdings)))
+        order = dict.fromkeys((*deployment.staged.order, *by_stage))
+        self._names = [name for name in order if name in there]  # What has several names has all of them here.
+        self.sources = {name: sources[name] for name in dict.fromkeys(first.get(name, name) for name in self._names)}
 
     def get(self, name: str) -> Any:
-        """Return one value, on the CPU; every rank with a copy or a part of it asks for it at the same place of its
-        order.
-        """
+        """Return one of `own`, whole and on the CPU; who has a copy or a part asks at the same place of its order."""
         value = self.own[name]
         if not isinstance(value, Tensor):
             return value
@@ -190,47 +210,17 @@ class WholeValues:
             value = self._deployment.replication.first_has(value)
         return value.detach().cpu()
 
-
-class WholeModel:
-    """The values of all ranks, each once, in the model's order: to be walked by all ranks together.
-
-    `rank`: the one of the first replica that gets them; None for all. `sources` is the rank that gives each value: the
-    lowest of those that have it.
-    """
-
-    def __init__(self, state: ModelState, rank: int | None, call: str) -> None:
-        self._deployment, self._call = state.deployment, call
-        self.targets = targets_of(state.deployment, call, rank)
-        self.values = WholeValues(state)
-        first = self.values.first
-        sources: dict[str, int] = {}
-        self._sizes: dict[str, int] = {}
-        there: dict[str, None] = {}
-        sizes = [(name, _bytes(value)) for name, value in self.values.every.items()]
-        for source, answer in enumerate(state.deployment.world.all_gather(call, sizes)):
-            for name, size in answer:
-                there[name] = None
-                sources.setdefault(first.get(name, name), source)
-                self._sizes[first.get(name, name)] = size
-        # Ranks may hold stages out of order; within a stage, names are in the order of its module's own state.
-        holdings = state.deployment.staged.holdings()
-        stage_of = {name: holding.stage for holding in holdings for name in holding.names.values()}
-        by_stage = sorted(there, key=lambda name: stage_of.get(name, len(holdings)))
-        order = dict.fromkeys((*state.deployment.staged.order, *by_stage))
-        self._names = [name for name in order if name in there]  # What has several names has all of them here.
-        self.sources = {name: sources[name] for name in dict.fromkeys(first.get(name, name) for name in self._names)}
-
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Yield (name, value), as copies on the CPU; a value that has several names comes under the first."""
         items = [(name, source, self.targets) for name, source in self.sources.items()]
         with self._deployment.world.calling(self._call):
-            for name, value in carried(self._deployment.world.transport, items, self.values.get, self._sizes):
+            for name, value in carried(self._deployment.world.transport, items, self.get, self._sizes):
                 yield name, value.clone() if isinstance(value, Tensor) else value
 
     def state(self) -> dict[str, Any]:
         """Return all of it at once, under all names; empty on a rank that gets none."""
         found = dict(self)
-        return {name: found[self.values.first.get(name, name)] for name in self._names} if found else {}
+        return {name: found[self._first.get(name, name)] for name in self._names} if found else {}
 
 
 def targets_of(deployment: Deployment, call: str, rank: int | None) -> list[int]:

@@ -149,9 +149,9 @@ class _ModelFolder:
         whole, world = self._whole, self._deployment.world
         rank = min(self._deployment.ranks.executors)
         mine = [name for name, source in whole.sources.items() if source == rank]
-        mine = [name for name in mine if isinstance(whole.values.own[name], Tensor)]
+        mine = [name for name in mine if isinstance(whole.own[name], Tensor)]
         names = stored_names(mine, merge=True) if self._merge else {name: name for name in mine}
-        entries = {_entry(names[name], whole.values.own[name]): name for name in names}
+        entries = {_entry(names[name], whole.own[name]): name for name in names}
         parts = [part for part in parts_of(list(entries), most) if part]
         told = world.all_gather(CALL, [[(entry.key, entry.bytes) for entry in part] for part in parts])
         counts = [len(each) for each in told]
@@ -180,18 +180,17 @@ class _ModelFolder:
             pass
 
     def _value(self, name: str) -> Tensor:
-        found: Tensor = self._whole.values.get(name)
+        found: Tensor = self._whole.get(name)
         return merged(name, found, self._beside, self._origin["adapter"]) if self._merge else found
 
     def _beside(self, name: str) -> Tensor | None:
         """Return a part of an adapter, which is on the rank of the layer that it belongs to."""
-        values = self._whole.values
-        if name not in values.own and name in self._whole.sources:
+        if name not in self._whole.own and name in self._whole.sources:
             raise UsageError(
                 f"{name} is on another rank than the weight that it belongs to; save the adapters by themselves, "
                 f"without merge_adapters, or cut the model between layers"
             )
-        return values.get(name) if name in values.own else None
+        return self._whole.get(name) if name in self._whole.own else None
 
     def finish(self) -> None:
         """Write what belongs to the weights, and give the folder its real name; on the first rank."""
@@ -207,7 +206,6 @@ class _ModelFolder:
         sync_directory(self._goal.parent)
 
     def give_up(self) -> None:
-        """Leave nothing half done."""
         if self._first and self._temporary != self._goal:
             shutil.rmtree(self._temporary, ignore_errors=True)
 

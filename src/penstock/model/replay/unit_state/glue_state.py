@@ -91,7 +91,6 @@ class GlueState:
 
 
 def _glue(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a tree that are outside of units, by name."""
     if not getattr(type(module), "is_asked", False) and not isinstance(module, torch.jit.ScriptModule):
         yield name, module
         for child_name, child in module.named_children():

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -82,7 +82,9 @@ def _cut(
             f"cutting a {type(model).__name__} needs one input to look at: pass example=(x,), or a dict of keyword "
             f"arguments"
         )
-    return _by_example(model, stages, example, balance, split_at, method)
+    replay = partial(split_by_replay, model, stages, example, balance, split_at)
+    graph = partial(_graph, method == "auto", model, stages, example, balance, split_at)
+    return _first_that_applies({"replay": replay, "graph": graph}, method)
 
 
 def _counts_at(model: nn.Module | Sequence[nn.Module], stages: int | None, split_at: Sequence[str]) -> list[int] | None:
@@ -140,19 +142,12 @@ def _cut_layers(
     return replace(found, weights=weights, cuts=tuple(ends[:-1]), recut=recut)
 
 
-def _by_example(
-    model: nn.Module,
-    stages: int | None,
-    example: Example,
-    balance: Balancing,
-    split_at: Sequence[str],
-    method: str,
-) -> StagedModel:
+def _first_that_applies(ways: Mapping[str, Callable[[], StagedModel]], method: str) -> StagedModel:
     refusals: list[str] = []
-    for way, cut in (("replay", split_by_replay), ("graph", partial(_graph, method == "auto"))):
+    for way, cut in ways.items():
         if method in ("auto", way):
             try:
-                found = cut(model, stages, example, balance, split_at)
+                found = cut()
             except ModelError as error:
                 if method == way:
                     raise

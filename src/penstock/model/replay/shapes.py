@@ -63,23 +63,17 @@ class Shapes:
             for own, twin in zip(module.modules(), copied.modules(), strict=True):
                 twin.training = own.training
             module = copied
+        owned = (tensor for module in self._modules.values() for tensor in module.parameters(recurse=False))
         try:
-            found = run_on_meta(module, args, kwargs, given[-1])
-        except _FAILURES:
-            try:
-                found = run_with(module, device, args, kwargs, given[-1], self._has_values_elsewhere())
-            except _FAILURES as error:
-                raise ModelError(
-                    f"{call.unit} was recorded for arguments of shapes {call.given[0]} and can be run neither on meta "
-                    f"tensors nor on zeros for {given[0]} ({type(error).__name__}: {error}); pass an example= of the "
-                    f"shape that a microbatch has"
-                ) from error
+            found = _outcome(module, device, args, kwargs, given[-1], any(map(is_away, owned)))
+        except _FAILURES as error:
+            raise ModelError(
+                f"{call.unit} was recorded for arguments of shapes {call.given[0]} and can be run neither on meta "
+                f"tensors nor on zeros for {given[0]} ({type(error).__name__}: {error}); pass an example= of the "
+                f"shape that a microbatch has"
+            ) from error
         leaves, spec = flatten(found if call.adds else found[0])
         return [_as_on(device, leaf) for leaf in leaves], spec
-
-    def _has_values_elsewhere(self) -> bool:
-        """Return whether each process has the values of its own stages only: then on all ranks, or on none."""
-        return any(is_away(tensor) for module in self._modules.values() for tensor in module.parameters(recurse=False))
 
 
 def _as_on(device: torch.device, leaf: Any) -> Any:
@@ -95,31 +89,27 @@ def _without_memory(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def run_on_meta(module: nn.Module, args: Any, kwargs: Any, training: bool | None = None) -> tuple[Any, dict[Any, Any]]:
-    """Return a module's output without computing it, and what it adds to sinks: shapes, types, structure."""
-
-    def to_meta(value: Any) -> Any:
-        leaves, structure = flatten(value)
-        moved = [torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return unflatten(moved, structure)
-
-    return run_with(module, torch.device("meta"), to_meta(args), to_meta(kwargs), training)
-
-
-def run_with(
-    module: nn.Module,
-    device: torch.device,
-    args: Any,
-    kwargs: Any,
-    training: bool | None = None,
-    blank_buffers: bool = False,
+def _outcome(
+    module: nn.Module, device: torch.device, args: Any, kwargs: Any, training: bool, blank_buffers: bool = False
 ) -> tuple[Any, dict[Any, Any]]:
-    """Run a module's forward on zeros in the place of its parameters; buffers keep their values.
+    """Return a module's output, and what it adds to sinks, without computing them; where that fails, from zeros.
 
-    It runs on a copy: stages on other threads may be running the module itself. `training` is its own mode, if not as
-    it is. With `blank_buffers`, for processes that have the values of their own stages only, buffers are zeros too: the
-    owner must expect what ranks without their values do, so that it finds out where what it returns depends on them.
+    With `blank_buffers`, for processes that have the values of their own stages only, buffers are zeros too: the owner
+    must expect what ranks without their values do, so that it finds out where what it returns depends on them.
     """
+    leaves, structure = flatten((args, kwargs))
+    there = [torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    meta_args, meta_kwargs = unflatten(there, structure)
+    try:
+        return _run_copy(module, torch.device("meta"), meta_args, meta_kwargs, training, False)
+    except _FAILURES:
+        return _run_copy(module, device, args, kwargs, training, blank_buffers)
+
+
+def _run_copy(
+    module: nn.Module, device: torch.device, args: Any, kwargs: Any, training: bool, blank_buffers: bool
+) -> tuple[Any, dict[Any, Any]]:
+    """Run on a copy with zeros in the place of parameters: stages on other threads may be running the module itself."""
 
     def fill(tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):
@@ -130,7 +120,7 @@ def run_with(
 
     with torch.no_grad(), run_as(DRY):
         copy = hollow_copy(module, fill)
-        copy.training = module.training if training is None else training
+        copy.training = training
         return Sinks(args, kwargs).run(lambda: copy(*args, **kwargs))
 
 
@@ -142,11 +132,7 @@ def shapes_only(name: str, module: nn.Module) -> Callable[..., Any]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
-        try:
-            found = run_on_meta(module, args, kwargs)
-        except _FAILURES:
-            found = run_with(module, device, args, kwargs)
-        leaves, structure = flatten(found)
+        leaves, structure = flatten(_outcome(module, device, args, kwargs, module.training))
         zeros = [one_element(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         output, added = unflatten(zeros, structure)
         Sinks(args, kwargs).put(added)

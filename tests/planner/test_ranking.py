@@ -26,7 +26,7 @@ from penstock.planner.ranking import RANKED, ROWS, SearchSpace, _sizes, candidat
 from penstock.schedule import FAMILIES, build, simulate
 from penstock.schedule.builders import _BY_NAME
 from penstock.tools.train.config.settings import TrainConfig
-from penstock.tools.train.run.account import optimizer_states
+from penstock.tools.train.run.memory import optimizer_states
 
 SMALL = Cluster(
     hosts=2,
@@ -87,7 +87,7 @@ def test_no_way_is_faster_or_smaller_than_its_bounds_say(layout: MeshLayout) -> 
 
 
 @pytest.mark.parametrize("name", [name for name in default_families() if FAMILIES[name].cap])
-def test_a_family_holds_no_more_than_its_cap_by_which_its_warm_up_is_bounded(name: str) -> None:
+def test_a_family_holds_no_more_than_its_cap(name: str) -> None:
     entry = FAMILIES[name]
     assert entry.cap is not None
     for ranks, microbatches in ((2, 1), (2, 7), (3, 9), (4, 16), (6, 11), (8, 24)):

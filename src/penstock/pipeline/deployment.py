@@ -13,8 +13,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from penstock.errors import UsageError
+from penstock.model.moved import move_together
 from penstock.model.staged_model import Holding, StagedModel
 from penstock.parallel.group.facts import facts_of
 from penstock.parallel.group.world import World
@@ -177,7 +179,21 @@ class Deployment:
         return True
 
     def put_on_devices(self) -> None:
+        """Move the local stages to where they belong."""
+        there: dict[torch.device, list[nn.Module]] = {}
+        homes: dict[int, tuple[int, torch.device]] = {}  # Of parameters: the stage that was seen first, and its device.
         for holding in self.holdings():
             device = self.devices.get(self.placement.rank_of(holding.stage))
-            if device is not None:
-                holding.module.to(device)
+            if device is None:
+                continue
+            there.setdefault(device, []).append(holding.module)
+            for name, parameter in holding.module.named_parameters():
+                stage, home = homes.setdefault(id(parameter), (holding.stage, device))
+                if home != device:
+                    raise UsageError(
+                        f"{holding.names.get(name, name)} is one parameter of stages {stage} and {holding.stage}, "
+                        f"whose ranks are threads on {home} and {device}; start a process for each rank (torchrun), "
+                        f"which adds up the gradients of both, or give these ranks one device: devices=[...]"
+                    )
+        for device, modules in there.items():
+            move_together(modules, device)

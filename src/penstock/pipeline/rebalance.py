@@ -176,7 +176,8 @@ def apply_cut(pipe: Pipeline, proposal: Proposal, optimizer: Optimizers = None) 
     )
     pipe.state.other_ranks.moved(deployment)
     deployment.ranks = deployment.ranks.successor(after, schedule.placement)
+    tied = tied_places(after)  # Later something may take the place of a parameter.
     deployment.put_on_devices()
     deployment.ranks.track_changes()
-    deployment.follow_cut(tied_places(after), pipe.loss_fn)
+    deployment.follow_cut(tied, pipe.loss_fn)
     pipe.steps.recorded = None  # It was of the old cut.

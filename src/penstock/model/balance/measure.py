@@ -28,11 +28,11 @@ from torch.utils import _pytree as pytree
 
 from penstock.devices import accelerator, on_accelerator
 from penstock.errors import ModelError
-from penstock.model.original.placeholders import moved
+from penstock.model.moved import moved
 from penstock.model.random_states import random_state, restore_random
 from penstock.model.replay.recording.marks import Storages
-from penstock.model.replay.recording.nested_values import tensors_in
 from penstock.model.replay.recording.undo import patched, undone
+from penstock.model.replay.recording.unit_calls import tensors_in
 from penstock.model.run_kind import DRY, run_as
 
 ROUNDS = 3

@@ -28,7 +28,7 @@ from torch.fx import Node
 
 from penstock.errors import ModelError
 from penstock.model.export.effects import Effects, RandomDraws, RunningModule, nothing_lost
-from penstock.model.replay.recording.nested_values import Structure, flatten, unflatten
+from penstock.model.replay.recording.unit_calls import Structure, flatten, unflatten
 
 PLAIN = (str, bytes, int, float, complex, bool, type(None), enum.Enum, slice, range)
 PLAIN_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -26,7 +26,8 @@ from penstock.model.export.proof import prove, runs
 from penstock.model.export.stage_graphs import StageGraph, build_stages
 from penstock.model.lazy import is_lazy
 from penstock.model.lru_cache import LruCache
-from penstock.model.original.placeholders import moved, with_memory
+from penstock.model.moved import moved
+from penstock.model.original.placeholders import with_memory
 from penstock.model.original.settings import OWN, AttributeChange, value_key
 from penstock.model.part import OUTPUT, Names, StagePart
 from penstock.model.replay.modes import in_modes

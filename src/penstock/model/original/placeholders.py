@@ -209,29 +209,3 @@ def _stand_in(tensor: Tensor) -> Tensor:
     if add is not None:
         add([made])
     return made
-
-
-@contextmanager
-def moved(module: nn.Module, copy: Callable[[Tensor], Tensor]) -> Iterator[list[nn.Parameter]]:
-    """Put `copy` of each parameter and buffer in its place; gives the parameters that are trained."""
-    before = [
-        (holder, name, tensor)
-        for holder in module.modules()
-        for table in (holder._parameters, holder._buffers)
-        for name, tensor in table.items()
-        if tensor is not None
-    ]
-    copies: dict[int, Tensor] = {}
-    for _, _, tensor in before:
-        if id(tensor) not in copies:
-            there = copy(tensor)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            copies[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if is_parameter else there
-    try:
-        # Layers that keep lists of their weights notice a `setattr`.
-        for holder, name, tensor in before:
-            setattr(holder, name, copies[id(tensor)])
-        yield [each for each in copies.values() if isinstance(each, nn.Parameter) and each.requires_grad]
-    finally:
-        for holder, name, tensor in before:
-            setattr(holder, name, tensor)

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError, UsageError
 from penstock.model.names import dotted_name
-from penstock.model.replay.recording.nested_values import flatten, tensors_in
-from penstock.model.replay.recording.unit_calls import STATE, ForwardRecording, Mark, Untried
+from penstock.model.replay.recording.unit_calls import STATE, ForwardRecording, Mark, Untried, flatten, tensors_in
 
 
 def also_in_training(

@@ -30,11 +30,9 @@ from penstock.model.names import dotted_name
 from penstock.model.original.placeholders import is_away, stand_ins
 from penstock.model.original.settings import AttributeChange, ModuleSettings
 from penstock.model.part import OUTPUT, WHOLE_MODEL, Names, StagePart, state_names
-from penstock.model.replay.divergence import cannot_repeat, check_reentrant, check_returned, diverged, stale
-from penstock.model.replay.plan import GLUE, StagePlan
+from penstock.model.replay.plan import GLUE, StagePlan, cannot_repeat, check_reentrant, check_returned, diverged, stale
 from penstock.model.replay.recording.marks import Absent
-from penstock.model.replay.recording.nested_values import flatten, tensors_in, unflatten
-from penstock.model.replay.recording.unit_calls import Leaf, Mark, shapes_of
+from penstock.model.replay.recording.unit_calls import Leaf, Mark, flatten, shapes_of, tensors_in, unflatten
 from penstock.model.replay.shapes import Shapes, stand_in
 from penstock.model.replay.tree import GlueTensors, StageUnits, Twins, stage_tree
 from penstock.model.replay.unit_state.shared_state import Guard

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.model.lru_cache import LruCache
 from penstock.model.original.placeholders import blank, is_away, one_element
-from penstock.model.replay.recording.nested_values import flatten, tensors_in, unflatten
-from penstock.model.replay.recording.unit_calls import Leaf, UnitCall, shapes_of
+from penstock.model.replay.recording.unit_calls import Leaf, UnitCall, flatten, shapes_of, tensors_in, unflatten
 from penstock.model.replay.tree import hollow_copy
 from penstock.model.replay.unit_state.sinks import Sinks
 from penstock.model.run_kind import DRY, run_as

@@ -25,13 +25,12 @@ from torch.utils import _pytree as pytree
 from penstock.devices import CPU
 from penstock.errors import ModelError, PenstockError, UsageError
 from penstock.model.original.placeholders import one_element
-from penstock.model.replay.divergence import check_reentrant
 from penstock.model.replay.modes import checksum
+from penstock.model.replay.plan import check_reentrant
 from penstock.model.replay.recording.marks import Reads, fresh
-from penstock.model.replay.recording.nested_values import tensors_in
 from penstock.model.replay.recording.snapshot import changed_by, own_state, updates_itself
 from penstock.model.replay.recording.undo import OutsideChanges, undone
-from penstock.model.replay.recording.unit_calls import ForwardRecording, UnitCall, shapes_of
+from penstock.model.replay.recording.unit_calls import ForwardRecording, UnitCall, shapes_of, tensors_in
 from penstock.model.replay.recording.unit_marks import UnitMarks
 from penstock.model.replay.tree import stage_tree
 from penstock.model.replay.unit_state.glue_state import GlueState

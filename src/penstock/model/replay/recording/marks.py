@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ModelError
-from penstock.model.replay.recording.nested_values import tensors_in
+from penstock.model.replay.recording.unit_calls import tensors_in
 
 _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _UNSEEN = (  # read memory below every dispatch

@@ -15,8 +15,16 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.model.original.settings import OWN
 from penstock.model.replay.recording.marks import Follower, fresh
-from penstock.model.replay.recording.nested_values import flatten, tensors_in, unflatten
-from penstock.model.replay.recording.unit_calls import PARAMETER, ForwardRecording, Leaf, Mark, UnitCall
+from penstock.model.replay.recording.unit_calls import (
+    PARAMETER,
+    ForwardRecording,
+    Leaf,
+    Mark,
+    UnitCall,
+    flatten,
+    tensors_in,
+    unflatten,
+)
 
 
 class UnitMarks(Follower):  # type: ignore[no-untyped-call]

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.model.names import dotted_name
 from penstock.model.original.settings import OWN
-from penstock.model.replay.recording.nested_values import tensors_in
 from penstock.model.replay.recording.snapshot import CONTAINERS, PLAIN, frozen, has_fields
+from penstock.model.replay.recording.unit_calls import tensors_in
 
 Attribute = tuple[str, str]  # a module's name, an attribute of it
 

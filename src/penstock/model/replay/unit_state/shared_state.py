@@ -23,9 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from penstock.errors import ModelError
 from penstock.model.names import dotted_name
 from penstock.model.original.settings import OWN
-from penstock.model.replay.recording.nested_values import tensors_in
 from penstock.model.replay.recording.snapshot import CONTAINERS, PLAIN, changes_in_place, frozen, watch_access
-from penstock.model.replay.recording.unit_calls import STATE, ForwardRecording, KeptState, Mark
+from penstock.model.replay.recording.unit_calls import STATE, ForwardRecording, KeptState, Mark, tensors_in
 from penstock.model.replay.recording.unit_marks import UnitMarks
 from penstock.model.replay.unit_state.glue_state import GlueState
 

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 
 import pytest
@@ -118,9 +118,9 @@ def signed(name: str) -> Iterator[tuple[str, Any]]:
     if own:
         yield name, subject
     for method, value in members(subject).items():
-        value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
-        if inspect.isfunction(value) and not method.startswith("_"):
-            yield f"{name}.{method}", value
+        function = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+        if inspect.isfunction(function) and not method.startswith("_"):
+            yield f"{name}.{method}", function if isinstance(value, staticmethod) else MethodType(function, subject)
 
 
 @pytest.mark.parametrize("name", [*NAMES, *HELD])
@@ -128,7 +128,7 @@ def test_every_argument_has_a_meaning(name: str) -> None:
     for place, subject in signed(name):
         if place == "penstock.runtime.engine.handlers.Context":
             continue  # handed to users, never made by them
-        taken = [each for each in inspect.signature(subject).parameters if each not in ("self", "cls")]
+        taken = list(inspect.signature(subject).parameters)
         missing = [each for each in taken if each not in documented(subject)]
         assert missing == [], f"{place} does not explain {missing}"
         heads = [head for head, _ in arguments.sections((inspect.getdoc(subject) or "").splitlines())]

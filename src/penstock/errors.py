@@ -35,7 +35,7 @@ SHOWN_FAULTS = 40
 
 
 class PenstockError(Exception):
-    """The base of all errors that Penstock raises on purpose."""
+    """The base of all errors that Penstock raises on purpose: `except PenstockError` hides no defect of your model."""
 
 
 class FallbackWarning(UserWarning):
@@ -180,6 +180,13 @@ REBUILD = "the group must be rebuilt"
 
 class PeerFailure(RunError):
     """Another rank raised an error, died or stalled.
+
+    ::
+
+        try:
+            pipe.step(x, target=y)
+        except PeerFailure as failure:
+            print(f"rank {failure.rank}, at {failure.action}: {failure.cause}")
 
     Args:
         rank: The rank that failed.

@@ -20,9 +20,8 @@ from penstock.checkpoint.disk.directory import CheckpointFolder, Directory, sees
 from penstock.checkpoint.disk.manifest import find_newest
 from penstock.checkpoint.files.tensors import Body
 from penstock.checkpoint.load.loading import Loaded, SkippedLog, load_into
-from penstock.checkpoint.named_tensors import Saved
+from penstock.checkpoint.named_tensors import Given, Saved, collect, document_of
 from penstock.checkpoint.processes import Processes
-from penstock.checkpoint.save.collecting import Given, collect, document_of
 from penstock.checkpoint.save.saving import GivenUp, Saving, remove
 from penstock.checkpoint.save.write_plan import Planner
 from penstock.errors import CheckpointError, UsageError
@@ -38,6 +37,12 @@ BEAT = 1.0  # seconds: how long a process waits for its own files before it look
 
 class Checkpointer:
     """Saves and loads the checkpoints of one run, in a directory that all its processes share.
+
+    ::
+
+        checkpoints = Checkpointer("checkpoints")
+        checkpoints.save(step, pipe, optimizer)
+        step = checkpoints.load(pipe, optimizer).step + 1
 
     Args:
         directory: Where the checkpoints are, one folder per saved step.
@@ -140,7 +145,7 @@ class Checkpointer:
     def _begin(self, saving: Saving) -> None:
         """Write on a thread, so that this one hears of a process that is lost meanwhile."""
         if self._writer is None:
-            self._writer = saving.clock.background("penstock-checkpoint")
+            self._writer = saving.processes.clock.background("penstock-checkpoint")
         self._under_way.append((saving, self._writer.submit(saving.run)))
 
     def _place(self, step: int) -> CheckpointFolder:
@@ -186,19 +191,8 @@ class Checkpointer:
             for place in made:
                 remove(place.temporary)
             raise
-        return Saving(
-            step=step,
-            temporary=where.temporary,
-            final=where.final,
-            number=processes.number,
-            count=processes.count,
-            plan=plan,
-            plain=saved.plain,
-            document={**document, "serial": where.serial},
-            lost=processes.lost,
-            finished=self.files.tidy,
-            clock=processes.clock,
-        )
+        document = {**document, "serial": where.serial}
+        return Saving(step, where.temporary, where.final, processes, plan, saved.plain, document, self.files.tidy)
 
     def _settle(self, processes: Processes, leave: int = 0) -> None:
         """Wait until at most `leave` saves are under way; raise what went wrong in any, on every process alike.

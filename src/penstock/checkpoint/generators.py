@@ -27,7 +27,6 @@ def seed_generators(seed: int) -> None:
 
 
 def states_of_generators() -> dict[str, Any]:
-    """Return where every generator stands now."""
     version, numbers, gauss = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -64,7 +63,6 @@ def restore_generators(states: dict[str, Any]) -> None:
 
 
 def _of_devices(states: dict[str, Any]) -> tuple[str | None, list[Any]]:
-    """Return the kind of accelerator, and the states of its generators."""
     kind, known = states["accelerator"] if "accelerator" in states else ("cuda", states["cuda"])
     return kind, known
 
@@ -79,7 +77,6 @@ def _of_numpy(states: dict[str, Any]) -> Any:
 
 
 def _exchanged(state: Any, kind: type, other: Callable[[Any], Any]) -> Any:
-    """Turn a state of nested dicts with arrays into one with tensors, or the other way round."""
     if isinstance(state, dict):
         return {key: _exchanged(value, kind, other) for key, value in state.items()}
     return other(state) if isinstance(state, kind) else state

@@ -48,7 +48,6 @@ class Processes:
 
     @property
     def first(self) -> bool:
-        """Whether this process decides and finishes."""
         return self.number == 0
 
     def exchange(self, value: Any) -> list[Any]:

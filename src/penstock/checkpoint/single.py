@@ -10,7 +10,7 @@ from penstock.checkpoint.checkpointer import Checkpointer
 from penstock.checkpoint.disk.directory import Single
 from penstock.checkpoint.disk.manifest import MANIFEST, checkpoints_in
 from penstock.checkpoint.load.loading import Loaded, SkippedLog, load_into
-from penstock.checkpoint.save.collecting import Given
+from penstock.checkpoint.named_tensors import Given
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline

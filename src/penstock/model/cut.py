@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -25,8 +25,7 @@ from penstock.model.by_position import layers_of, more_than_its_layers, split_by
 from penstock.model.cut_options import CutOptions
 from penstock.model.lazy import check_values, is_lazy
 from penstock.model.replay.cut import split_by_replay
-from penstock.model.stage_shares import doubts_about
-from penstock.model.staged_model import StagedModel
+from penstock.model.staged_model import StagedModel, doubts_about
 
 Example = tuple[Any, ...] | Mapping[str, Any]
 
@@ -83,7 +82,9 @@ def _cut(
             f"cutting a {type(model).__name__} needs one input to look at: pass example=(x,), or a dict of keyword "
             f"arguments"
         )
-    return _by_example(model, stages, example, balance, split_at, method)
+    replay = partial(split_by_replay, model, stages, example, balance, split_at)
+    graph = partial(_graph, method == "auto", model, stages, example, balance, split_at)
+    return _first_that_applies({"replay": replay, "graph": graph}, method)
 
 
 def _counts_at(model: nn.Module | Sequence[nn.Module], stages: int | None, split_at: Sequence[str]) -> list[int] | None:
@@ -118,14 +119,7 @@ def _by_position(
     layers = layers_of(model)
     if balance.runs and (example is None or isinstance(example, Mapping)):
         raise UsageError(f"balance={balance.how!r} measures the layers with an input: pass example=(x,)")
-    weights = profile_layers(
-        layers,
-        tuple(example) if balance.runs and example is not None else None,
-        optimizer=balance.optimizer,
-        measured=balance.measures,
-        agree=balance.agree if balance.runs else None,
-        device=balance.device,
-    )
+    weights = profile_layers(layers, tuple(example) if balance.runs and example else None, **balance.profiling)
     counts = balance.counts
     if stages is not None and (weighed or (counts is None and balance.speeds is not None)):
         counts = counts_of(balance.cuts(stages, weights, None, crossing_of(weights)), len(layers))
@@ -148,19 +142,12 @@ def _cut_layers(
     return replace(found, weights=weights, cuts=tuple(ends[:-1]), recut=recut)
 
 
-def _by_example(
-    model: nn.Module,
-    stages: int | None,
-    example: Example,
-    balance: Balancing,
-    split_at: Sequence[str],
-    method: str,
-) -> StagedModel:
+def _first_that_applies(ways: Mapping[str, Callable[[], StagedModel]], method: str) -> StagedModel:
     refusals: list[str] = []
-    for way, cut in (("replay", split_by_replay), ("graph", partial(_graph, method == "auto"))):
+    for way, cut in ways.items():
         if method in ("auto", way):
             try:
-                found = cut(model, stages, example, balance, split_at)
+                found = cut()
             except ModelError as error:
                 if method == way:
                     raise

@@ -78,7 +78,6 @@ class SkipRoutes:
 
     @classmethod
     def of(cls, stage: int, module: nn.Module, routes: Routes) -> SkipRoutes | None:
-        """Return the routes of one stage; None where none of its layers declares a skip."""
         return cls(stage, routes) if any(isinstance(layer, DeclaresSkips) for layer in module.modules()) else None
 
     def around(

@@ -1,11 +1,13 @@
 """Models larger than one rank's memory: built without values, filled stage by stage.
 
-`with penstock.lazy():` around a model's construction leaves every parameter on the meta device
-the moment it is registered, so at most one of them is in memory at a time. Buffers keep
-their values, because what is not saved with a model (rotary tables, masks) could not be loaded
-again. The pipeline then cuts the model from its shapes and each rank materialises what it
-owns, and nothing else: from a state (`load_state_dict`) or by a function of the name (`init=`). What
-other ranks own is away (see `placeholders`).
+`with penstock.lazy():` around a model's construction leaves every parameter on the meta device the moment it is
+registered, so at most one of them is in memory at a time. Buffers keep their values, because what is not saved with a
+model (rotary tables, masks) could not be loaded again. The pipeline then cuts the model from its shapes and each rank
+materialises what it owns, and nothing else. What other ranks own is away (see `placeholders`).
+
+An optimizer that was made before others took the place of a parameter (values, a shard, a part) still has the old ones.
+They never get a gradient again, and optimizers pass over parameters without one: such a loop trains nothing, or a part
+of the model. So the old ones are marked, and an optimizer that steps on one is an error.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy as uninitialized
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from penstock.errors import ModelError
-from penstock.model.original.placeholders import Home, home_of, let_go
-from penstock.model.original.replaced_parameters import mark_replaced
+from penstock.errors import ModelError, UsageError
+from penstock.model.original.placeholders import Home, home_of, let_go, one_element
 
 Init = Callable[[str, Tensor], Any]
 OwnedParameter = tuple[str, torch.device]  # a parameter's name in the whole model, and where its memory shall be
@@ -97,8 +99,7 @@ def materialise(
         own = mine.get(id(parameter))
         trained = parameter.requires_grad
         if own is None:
-            empty = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
-            away = nn.Parameter(empty, requires_grad=trained)
+            away = nn.Parameter(one_element(parameter, device), requires_grad=trained)
             let_go(away, others[id(parameter)], parameter.stride())
             return away
         name, place = own
@@ -122,3 +123,24 @@ def materialise(
                 holder._parameters[name] = made[id(parameter)]
     mark_replaced(replaced)
     return missing
+
+
+MARK = "_penstock_replaced"
+_watching: list[Any] = []  # torch's handle, once there is something to look for
+
+
+def mark_replaced(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.__dict__[MARK] = True
+        if not _watching:
+            _watching.append(register_optimizer_step_pre_hook(_check))
+
+
+def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if MARK in parameter.__dict__:
+                raise UsageError(
+                    f"this {type(optimizer).__name__} was made before the Pipeline, which has replaced the "
+                    f"parameters that it holds, so it would train nothing; make it afterwards, from pipe.parameters()"
+                )

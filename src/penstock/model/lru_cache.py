@@ -34,7 +34,6 @@ class LruCache(Generic[Value]):
             return value
 
     def put(self, key: Hashable, value: Value) -> Value:
-        """Remember it, and return it."""
         with self._lock:
             self._values.pop(key, None)
             self._values[key] = value
@@ -43,6 +42,5 @@ class LruCache(Generic[Value]):
         return value
 
     def clear(self) -> None:
-        """Forget all values."""
         with self._lock:
             self._values.clear()

@@ -76,16 +76,14 @@ class StagePart:
         """Find out what needs this process's parameters complete, before they are taken apart."""
 
     def poison(self) -> bool:
-        """Fill values that the stage does not need with NaN, for a comparison; whether it computes with such at all."""
+        """Fill values that the stage does not need with NaN, for a comparison; return whether it uses such at all."""
         return False
 
     def begin(self, settings: Sequence[AttributeChange]) -> None:
         """Note all attributes of the user's modules before the first step; some may be others than at the cut."""
 
     def follow(self, changes: Sequence[AttributeChange]) -> None:
-        """Take over, before a step, attributes of the user's modules that are others now, or parameters of another
-        type.
-        """
+        """Take over, before a step, attributes of the user's modules, or types of parameters, that are others now."""
 
     def fault(self) -> str:
         """Return what the user's model is set to that this stage cannot follow, or an empty text."""

@@ -40,13 +40,11 @@ def torch_state(generator: Generator = torch.default_generator) -> Tensor:
 
 
 def set_torch_state(state: Tensor, generator: Generator = torch.default_generator) -> None:
-    """Set a generator's state, in code that other threads may run at the same moment."""
     with _ONE_AT_A_TIME:
         generator.set_state(state)
 
 
 def seed_torch(seed: int, generator: Generator = torch.default_generator) -> None:
-    """Seed a generator, in code that other threads may run at the same moment."""
     with _ONE_AT_A_TIME:
         generator.manual_seed(seed)
 
@@ -95,7 +93,6 @@ def global_states() -> tuple[Any, Any, TorchState]:
 
 
 def put_back(states: tuple[Any, Any, TorchState]) -> None:
-    """Put back what `global_states` found."""
     python, array, tensors = states
     random.setstate(python)
     restore_random(tensors)
@@ -114,7 +111,6 @@ def random_state() -> TorchState:
 
 
 def restore_random(state: TorchState) -> None:
-    """Put back what `random_state` found."""
     set_torch_state(state[0])
     for generator, known in zip(_in_use(), state[1], strict=True):
         set_torch_state(known, generator)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import PeerFailure, UsageError
-from penstock.model.original.replaced_parameters import mark_replaced
+from penstock.model.lazy import mark_replaced
 from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.composition import Composition
 from penstock.parallel.data_parallel.gradient_norms import SpreadNorms
@@ -213,7 +213,7 @@ def _unsharded_parameters(
 
 def _agree(pipe: Pipeline, link: AxisLink, composition: Composition) -> None:
     """Check that the copies of a stage were given the same pipeline, and give them the same random numbers."""
-    facts = pipe.facts()
+    facts = pipe.deployment.facts()
     own = {"tensor_plan": composition.plan, "replicate": composition.replicate, "window": composition.window}
     for name, value in (own | {"shard_precision": composition.precision}).items():
         facts[name] = (str(value), "")

@@ -23,7 +23,7 @@ RULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """How replicas and tensors are spread over `mesh=`: `Pipeline(..., parallel_options=ParallelOptions(...))`.
+    """How replicas and tensors are spread over `mesh=`, such as `ParallelOptions(replicate="fsdp")`.
 
     Args:
         replicate: `"ddp"`: each replica has all parameters of its stages (the default for a mesh with an axis `dp`).

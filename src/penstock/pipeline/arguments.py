@@ -1,9 +1,13 @@
-"""What a `Pipeline` is given, looked at before anything is built."""
+"""What a `Pipeline`, and a call of it, is given: looked at before anything is built or runs.
+
+It catches mistakes that would otherwise surface as a TypeError inside the user's own code.
+"""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +18,6 @@ from penstock.errors import ModelError, UsageError
 from penstock.model.cut_options import CutOptions
 from penstock.model.original.wrappers import refuse_compiled_model, refuse_wrapped_model
 from penstock.parallel.parallel_options import ParallelOptions
-from penstock.pipeline.call_arguments import check_loss_fn
 from penstock.pipeline.devices import AUTO, check_devices
 from penstock.rules import ArgumentRule, check_rules, choice, is_count, is_number
 from penstock.runtime.batch.batch_options import BatchOptions
@@ -52,7 +55,7 @@ def check_arguments(model: Any, given: Mapping[str, Any]) -> None:
 
 
 def with_plan(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, with those that a plan states; None of them may be stated twice."""
+    """Return the arguments, with those that a plan states; none of them may be stated twice."""
     plan = given.pop("plan")
     if plan is None:
         return given
@@ -73,7 +76,6 @@ def with_plan(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_loss(loss_fn: Any, options: LossOptions) -> None:
-    """Raise if this cannot be the loss of a pipeline."""
     if loss_fn is not None:
         check_rules({"loss_fn": loss_fn}, {"loss_fn": RULES["loss_fn"]})
         check_loss_fn(loss_fn)
@@ -81,7 +83,7 @@ def check_loss(loss_fn: Any, options: LossOptions) -> None:
 
 
 def _check_reduction(loss_fn: Any, options: LossOptions) -> None:
-    """What one of torch's losses says of itself must be what the pipeline is told."""
+    """Check that what one of torch's losses says of itself is what the pipeline is told."""
     said, wanted = torch_reduction(loss_fn, {}), options.reduction
     if said == "none":
         raise UsageError("loss_fn has reduction='none', but must return one number: pass reduction='mean' or 'sum'")
@@ -98,7 +100,6 @@ def _check_reduction(loss_fn: Any, options: LossOptions) -> None:
 
 
 def op_of(op: Any) -> Op:
-    """An op, also by its name or number."""
     try:
         return Op[op] if isinstance(op, str) else Op(op)
     except (KeyError, ValueError):
@@ -182,7 +183,7 @@ RULES = {
 def first_count(
     split: ByTokens | None, microbatches: int | None, schedule: str | Schedule, replicated: bool
 ) -> int | None:
-    """How many microbatches the first schedule has, where a batch's lengths may ask for another number later."""
+    """Return how many microbatches the first schedule has, where a batch's lengths may ask for another number later."""
     if split is None:
         return microbatches
     fixed = isinstance(schedule, Schedule) or schedule.lower().endswith((".csv", ".json"))
@@ -196,7 +197,7 @@ def first_count(
 
 
 def alike(given: Mapping[str, Any]) -> dict[str, str]:
-    """What all ranks must have been given alike, in words."""
+    """Return what all ranks must have been given alike, in words."""
     loss, batch = given["loss_options"], given["batch_options"]
     return {
         **{name: str(given[name]) for name in ("recompute", "timeout", "seed")},
@@ -209,3 +210,89 @@ def alike(given: Mapping[str, Any]) -> dict[str, str]:
         "inputs": batch.inputs,
         "batch_norm": str(batch.batch_norm),
     }
+
+
+def positional(function: Callable[..., Any] | None) -> list[str]:
+    """Return the names of the places that arguments fill, in order; none where the function does not say."""
+    signature = _signature(function)
+    parameters = [] if signature is None else list(signature.parameters.values())
+    return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
+
+
+def _signature(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):
+        return None
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def check_loss_fn(loss_fn: Any) -> None:
+    """Check that a loss function can be called with an output and a target."""
+    if isinstance(loss_fn, type):
+        raise UsageError(f"loss_fn is the class {loss_fn.__qualname__}; pass an instance: loss_fn={_name(loss_fn)}()")
+    signature = _signature(loss_fn)
+    if signature is None:
+        return
+    try:
+        signature.bind_partial(None, None)
+    except TypeError as error:
+        raise UsageError(
+            f"loss_fn is called as loss_fn(output, target, **loss_kwargs), but {_name(loss_fn)}{signature} cannot be "
+            f"({error}); take both, even if the target is not used: lambda output, target: ..."
+        ) from None
+
+
+def check_loss_kwargs(loss_fn: Any, names: Sequence[str]) -> None:
+    """Check that a loss function gets all that it needs beside output and target, and nothing that it does not know."""
+    signature = _signature(loss_fn)
+    if signature is None:
+        return
+    try:
+        signature.bind(None, None, **dict.fromkeys(names))
+    except TypeError as error:
+        raise UsageError(
+            f"loss_fn {_name(loss_fn)}{signature} is called with output, target and loss_kwargs="
+            f"{{{', '.join(map(repr, names))}}}: {error}; pass what it needs by name in loss_kwargs={{...}}"
+        ) from None
+
+
+def check_reduce(reduce: Any, names: Sequence[str]) -> None:
+    """Check that a function for `predict(reduce=)` can be called with an output and what was passed for it."""
+    if not callable(reduce):
+        raise UsageError(f"reduce={reduce!r}: pass a function of (output, **reduce_kwargs)")
+    signature = _signature(reduce)
+    try:
+        if signature is not None:
+            signature.bind(None, **dict.fromkeys(names))
+    except TypeError as error:
+        raise UsageError(
+            f"reduce {_name(reduce)}{signature} is called with an output and reduce_kwargs="
+            f"{{{', '.join(map(repr, names))}}}: {error}"
+        ) from None
+
+
+def check_call(call: str, forward: Callable[..., Any], args: Sequence[Any], target: Any, loss_fn: Any) -> None:
+    """Check positional arguments, which are the model's inputs; one of torch's losses, where it is called, has a
+    target.
+    """
+    signature = _signature(forward)
+    parameters = [] if signature is None else list(signature.parameters.values())
+    places = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    takes_any = signature is None or any(each.kind is each.VAR_POSITIONAL for each in parameters)
+    if len(args) == 1 and isinstance(args[0], Mapping) and places and places[0] in args[0]:
+        raise UsageError(
+            f"{call} was passed a dict with {places[0]!r} in it, which the model takes by that name; pass its items: "
+            f"{call[:-1]}**batch)"
+        )
+    if len(args) > len(places) and not takes_any:
+        remedy = "" if target is not None else f"; the target goes by name: {call[:-1]}x, target=y)"
+        raise UsageError(
+            f"{call} was passed {len(args)} positional arguments, but the model takes {len(places)} "
+            f"({', '.join(places) or 'none'}){remedy}"
+        )
+    if target is None and torch_reduction(loss_fn, {}) is not None:
+        raise UsageError(f"{call} was passed no target, but loss_fn {_name(loss_fn)} needs one: pass target=")

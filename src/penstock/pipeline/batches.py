@@ -15,9 +15,9 @@ import torch
 
 from penstock.devices import copying
 from penstock.errors import ModelError, RunError, UsageError
-from penstock.pipeline.call_arguments import check_call, check_loss_kwargs, positional
+from penstock.pipeline.arguments import check_call, check_loss_kwargs, positional
 from penstock.pipeline.deployment import Deployment
-from penstock.pipeline.first_inputs import carry_batch
+from penstock.pipeline.model_state.carry import carry_batch
 from penstock.pipeline.model_state.state import ModelState
 from penstock.pipeline.trained_step import APART
 from penstock.runtime.batch.batch_options import BatchOptions
@@ -55,7 +55,7 @@ class Call:
 class Batches:
     """How the batches of one pipeline are split, checked, weighed and put together again."""
 
-    uneven: Callable[[str], None] | None = None  # is called where losses do not make the batch's, in place of an error
+    uneven: Callable[[str], None] | None = None  # Called, in place of an error, where losses do not make the batch's.
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class Batches:
         self.options = options
         self.dims = dict(options.dims)
         self.loss_options = loss_options
-        self._forward = forward  # of the model, as the user has written it
+        self._forward = forward
         self._recompute = recompute
         self._min_microbatches = min_microbatches  # microbatches, where their number follows from the batch
-        self._plan: LengthPlan | None = None  # for the batch that runs
+        self._plan: LengthPlan | None = None  # The plan of the batch that runs.
         self.have_lengths = False  # whether all ranks were given those of the last batch for which they were compared
         self._checked_calls: set[tuple[str, int, bool]] = set()  # name, positional arguments, with a target
         self._checked_keywords: set[frozenset[str]] = set()
@@ -87,7 +87,7 @@ class Batches:
         self.set_loss(loss_fn)
 
     def set_loss(self, loss_fn: Callable[..., Any] | None) -> None:
-        """From here on, this is the loss: how it weighs and is checked follows from it alone."""
+        """Take this loss from here on: how it weighs and is checked follows from it alone."""
         self.loss_fn = loss_fn
         self.weighing = Weighing(loss_fn, self.loss_options, positional(self._forward), self.uneven)
         self.check = LossCheck(self.weighing, self.dims)
@@ -97,7 +97,7 @@ class Batches:
     # -- into microbatches
 
     def take_lengths(self, call: Call, alone: bool = False) -> int | None:
-        """Where the number of microbatches follows from the lengths in the batch: that number, agreed on by all.
+        """Return the number of microbatches that follows from the lengths in the batch, agreed on by all.
 
         `alone`: this rank asks nobody. A rank whose lengths are others than those of the other ranks then runs another
         program than they do, which is found out by the first message that they do not agree on.
@@ -117,7 +117,7 @@ class Batches:
         return self._plan.tokens
 
     def count(self, call: Call) -> int:
-        """How many microbatches an evaluation of this batch has, agreed on by all ranks that see it."""
+        """Return how many microbatches an evaluation of this batch has, agreed on by all ranks that see it."""
         deployment = self.deployment
         planned = self.take_lengths(call)
         if planned is not None:
@@ -134,7 +134,7 @@ class Batches:
         return deployment.replication.same_count(agreed)
 
     def resolve(self, call: Call, count: int) -> dict[int, StepInput] | Refused:
-        """What each local rank computes on, or why it cannot: the error that all ranks must hear."""
+        """Return what each local rank computes on, or why it cannot: the error that all ranks must hear."""
         try:
             return self._resolve(call, count)
         except BaseException as error:  # raised again by the rank that runs, once its peers have heard of it
@@ -145,7 +145,7 @@ class Batches:
         ranks, replicas = deployment.ranks, deployment.replication
         if training:
             if not replicas.is_alone:
-                replicas.ready()  # before anything else can raise: the other copies may wait for its answer
+                replicas.ready()  # Nothing may raise before it: the other copies may wait for its answer.
             if deployment.counter.is_apart:
                 raise RunError(APART)
         if self.state.without_values:
@@ -188,45 +188,34 @@ class Batches:
 
     def _checked(self, call: Call, count: int) -> Batch:
         self._check_call(call)
-        return self._split(count, call.args, call.kwargs, call.target, call.loss_kwargs)
+        return self._split(count, call)
 
     def _carried(self, call: Call, count: int) -> Batch:
-        """inputs='first': what later ranks need goes to them straight from the first stage's rank."""
+        """Send, for inputs='first', what later ranks need straight from the first stage's rank."""
         return carry_batch(
             self.deployment.world.transport,
             self.deployment.placement,
             call,
             lambda: self._checked(call, count),
-            lambda *given: self._split(count, *given, whole=False),
+            lambda part: self._split(count, part, whole=False),
             self._needed_by,
         )
 
     def _needed_by(self, call: Call, rank: int) -> tuple[Any, ...]:
-        """Return what a rank needs of a call: arguments, keyword arguments, target, those of the loss."""
-        args = call.args if any(self._reads(rank, place) for place in range(len(call.args))) else ()
-        kwargs = {name: value for name, value in call.kwargs.items() if self._reads(rank, name)}
+        args = call.args if any(rank in self._readers(place) for place in range(len(call.args))) else ()
+        kwargs = {name: value for name, value in call.kwargs.items() if rank in self._readers(name)}
         return (args, kwargs, call.target, dict(call.loss_kwargs)) if self._is_last(rank) else (args, kwargs, None, {})
 
     def _is_last(self, rank: int) -> bool:
         return self.deployment.placement.rank_of(self.deployment.staged.stages - 1) == rank
 
-    def _reads(self, rank: int, name: str | int) -> bool:
-        """Return whether a stage of a rank, or the weighing of its losses, reads this argument."""
-        if self._is_last(rank) and self.weighing.looks_at(name):
-            return True
-        parts = [self.deployment.staged.parts[stage] for stage in self.deployment.placement.stages_of(rank)]
-        if isinstance(name, int):
-            return any(part.index == 0 or part.reads_inputs for part in parts)
-        return any(part.takes is None or name in part.takes for part in parts)
-
     def _on_device(self, batch: Batch, rank: int) -> Batch:
-        """The batch with what a rank reads on the rank's device."""
         device = self.deployment.devices.get(rank)
         if device is None:
             return batch
 
         def moved(named: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
-            return (copied(value) if self._reads(rank, name) else value for name, value in named)
+            return (copied(value) if rank in self._readers(name) else value for name, value in named)
 
         with copying(device, self._pinned_reads) as copied:
             args = [tuple(moved(enumerate(each))) for each in batch.args]
@@ -244,7 +233,7 @@ class Batches:
                 read.synchronize()
 
     def _fingerprint(self, call: Call) -> FingerprintedBatch | None:
-        """On processes: checksums of what this rank was given; of all numbers until a call of its kind succeeds."""
+        """Checksum what this rank was given, on processes: all numbers until a call of its kind succeeds."""
         transport = self.deployment.world.transport
         if transport is None or transport.ranks == 1:
             return None
@@ -252,7 +241,7 @@ class Batches:
         return fingerprint_batch(call.args, call.kwargs, call.target, call.loss_kwargs, transport.exchanges, complete)
 
     def _readers(self, name: Key) -> set[int]:
-        """The ranks whose stages read this argument of a step."""
+        """Return the ranks whose stages, or the weighing of whose losses, read this argument of a step."""
         parts = self.deployment.staged.parts
         if name == "target" or isinstance(name, tuple):
             read = [parts[-1]]
@@ -260,34 +249,25 @@ class Batches:
             read = [part for part in parts if part.index == 0 or part.reads_inputs]
         else:
             read = [part for part in parts if part.takes is None or name in part.takes]
-            read += [parts[-1]] if self.weighing.looks_at(name) else []
+        if not isinstance(name, tuple) and self.weighing.looks_at(name):
+            read.append(parts[-1])
         return {self.deployment.placement.rank_of(part.index) for part in read}
 
     def microbatches_of(self, call: Call) -> Batch:
-        """What a step would run for this batch."""
         count = self.take_lengths(call)
         if count is not None:
             self.deployment.programs.take(count)
-        return self._split(self.deployment.programs.microbatches, call.args, call.kwargs, call.target, call.loss_kwargs)
+        return self._split(self.deployment.programs.microbatches, call)
 
-    def _split(
-        self,
-        count: int,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        target: Any,
-        loss_kwargs: Mapping[str, Any],
-        *,
-        whole: bool = True,
-    ) -> Batch:
-        """The batch in microbatches: by rows, or by the plan that there is for it."""
+    def _split(self, count: int, call: Call, *, whole: bool = True) -> Batch:
         by_plan = None
         if self._plan is not None and self.options.split is not None:
             by_plan = PlanSplitter(self._plan, self.options.split.sequences, self.dims)
-        return split_batch(count, args, kwargs, target, loss_kwargs, self.dims, whole, splitter=by_plan)
+        given = (call.args, call.kwargs, call.target, call.loss_kwargs)
+        return split_batch(count, *given, self.dims, whole, splitter=by_plan)
 
     def _planned(self, call: Call, alone: bool) -> int:
-        """How many microbatches lengths make of this batch; all ranks follow the same plan."""
+        """Return how many microbatches lengths make of this batch; all ranks follow the same plan."""
         by_tokens, deployment = self.options.split, self.deployment
         assert by_tokens is not None
         fixed = call.training and by_tokens.max_tokens is None
@@ -325,7 +305,6 @@ class Batches:
         return result_of(reports, replicas, output)
 
     def _merged(self, outputs: Sequence[Any]) -> Any:
-        """The outputs of all microbatches as one."""
         dim = self.dims.get("output", 0)
         if self._plan is None or self.options.split is None:
             return merge(outputs, dim)
@@ -334,7 +313,7 @@ class Batches:
     # -- checks
 
     def _check_trains(self) -> None:
-        """A step that leaves all gradients as they were is a mistake somewhere, and never a training step."""
+        """Refuse a step that leaves all gradients as they were: it is a mistake somewhere, and never training."""
         schedule = self.deployment.programs.schedule
         if schedule.forward_only:
             name = schedule.name or "the schedule"
@@ -362,24 +341,20 @@ class Batches:
         if self.dims:
             filled = positional(self.deployment.staged.parts[0].module.forward)[: len(args)]
             self._passed |= {*range(len(args)), *kwargs, *loss_kwargs, "target", "output"}
-            optional = [name for part in self.deployment.staged.parts for name in part.takes or ()] + positional(
-                self.loss_fn
-            )[2:]
+            optional = [name for part in self.deployment.staged.parts for name in part.takes or ()]
+            optional += positional(self.loss_fn)[2:]
             known = dict.fromkeys([*range(len(args)), *sorted(map(str, [*kwargs, *loss_kwargs])), "target", "output"])
             check_labels(self.dims, list(known), {*self._passed, *optional}.difference(filled))
-        if call.reduce is None and (call.training or call.target is not None or loss_kwargs):  # else there is no loss
-            self._check_loss_kwargs(loss_kwargs)
+        has_loss = call.reduce is None and (call.training or call.target is not None or loss_kwargs)
+        if has_loss and self.loss_fn is not None and frozenset(loss_kwargs) not in self._checked_loss_kwargs:
+            check_loss_kwargs(self.loss_fn, list(loss_kwargs))
+            self._checked_loss_kwargs.add(frozenset(loss_kwargs))
         needs = self.loss_fn if call.training and self.deployment.ranks.last is not None else None
         shape = (call.name, len(args), call.target is not None)
         without_target = needs is not None and call.target is None
         if shape not in self._checked_calls or without_target or any(isinstance(each, Mapping) for each in args):
             check_call(call.name, self._forward, args, call.target, needs)
             self._checked_calls.add(shape)
-
-    def _check_loss_kwargs(self, loss_kwargs: Mapping[str, Any]) -> None:
-        if self.loss_fn is not None and frozenset(loss_kwargs) not in self._checked_loss_kwargs:
-            check_loss_kwargs(self.loss_fn, list(loss_kwargs))
-            self._checked_loss_kwargs.add(frozenset(loss_kwargs))
 
     def _check_keywords(self, kwargs: Mapping[str, Any]) -> None:
         names = frozenset(kwargs)

@@ -17,11 +17,9 @@ from penstock.model.staged_model import StagedModel
 from penstock.parallel.composition import Composition
 from penstock.parallel.group.world import World
 from penstock.pipeline.arguments import alike, first_count
-from penstock.pipeline.choose_schedule import choose_schedule
-from penstock.pipeline.deployment import Deployment
+from penstock.pipeline.choose_schedule import choose_schedule, searched_cut
+from penstock.pipeline.deployment import Deployment, Programs
 from penstock.pipeline.devices import devices_of_ranks, home_of, measuring_device
-from penstock.pipeline.programs import Programs
-from penstock.pipeline.searched_cut import searched_cut
 from penstock.runtime.batch.microbatch import plain_example
 from penstock.runtime.engine.ranks import LocalRanks
 from penstock.runtime.loss.module import loss_holding
@@ -43,7 +41,7 @@ class Construction:
         self.world = World.find(asked.group, asked.mesh, asked.transport, asked.timeout)
         self.measures = self.world.is_first and self.composition.is_first  # whether this process measures for all
         self._precision = precision_of(asked.precision)
-        self.settings = {
+        self._settings = {
             **alike(given),
             "transport": self.world.requested_transport or "no choice",
             "precision": str(self._precision or "the caller's"),
@@ -57,12 +55,11 @@ class Construction:
         return choose_schedule(schedule, topology, count, self._given.ranks, self.world)
 
     def _agree(self, numbers: list[float]) -> list[float]:
-        """The numbers of the one process that measures, in all of them."""
+        """Return the numbers of the one process that measures, in all of them."""
         with self.world.meeting() as transport:
             return numbers if transport is None else self.composition.first_says(numbers, transport)
 
     def cut(self) -> StagedModel:
-        """The model as stages."""
         asked, composition = self._given, self.composition
         batch_norm = asked.batch_options.batch_norm
         group = composition.norm_group(batch_norm, asked.batch_options.batch_norm_group)
@@ -92,12 +89,12 @@ class Construction:
         return model if isinstance(model, Sequence) else [model]
 
     def _example(self) -> Any:
-        """The example without marks, on the device where the model is."""
+        """Return the example without marks, on the device where the model is."""
         home = home_of(self._modules)
         return to_device(plain_example(self._given.example), home if on_accelerator(home) else None)
 
     def deploy(self, staged: StagedModel) -> Deployment:
-        """The stages on their ranks, with the programs that run them."""
+        """Lay the stages out on their ranks, with the programs that run them."""
         asked, composition = self._given, self.composition
         composition.look_at(staged.parts)
         chosen = self._choose(staged.topology, self._count)
@@ -116,11 +113,10 @@ class Construction:
         local = LocalRanks(staged, chosen.placement, transports, counter, places)
         local.precision = self._precision
         local.keeps_casts = composition.replicate != "fsdp"
-        deployment = Deployment(self.world, staged, programs, local, counter, places)
+        deployment = Deployment(self.world, staged, programs, local, counter, places, self._settings)
         return deployment
 
     def _take_device(self, places: Mapping[int, torch.device]) -> None:
-        """Make this process's device its current one."""
         if self.world.size is None:
             return
         device = next(iter(places.values()), CPU)

@@ -99,7 +99,7 @@ def serves(group: Any, kind: str) -> bool:
 def own_index() -> int:
     """Return the number of this process's device: that which the process has set, or the one of its local rank."""
     count, processes = torch.accelerator.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if processes > count and not any(name.endswith("VISIBLE_DEVICES") for name in os.environ):  # which may differ
+    if processes > count and not any(name.endswith("VISIBLE_DEVICES") for name in os.environ):  # These may differ.
         raise UsageError(
             f"{processes} processes on this host share {count} devices, and each needs one of its own; start "
             f'{count} processes, or pass devices=None (in penstock train: pipeline.device = "cpu") to run on the CPU'

@@ -9,40 +9,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from functools import wraps
+from typing import Any, Concatenate, NoReturn, ParamSpec, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import UsageError
-from penstock.model.balance.proposal import Proposal
 from penstock.model.cut_options import CutOptions
-from penstock.parallel.group.facts import facts_of
 from penstock.parallel.group.world import collective
 from penstock.parallel.parallel_options import ParallelOptions
-from penstock.pipeline.arguments import check_arguments, check_loss, op_of, with_plan
+from penstock.pipeline.arguments import check_arguments, check_loss, check_reduce, op_of, with_plan
 from penstock.pipeline.batches import Batches, Call
-from penstock.pipeline.call_arguments import check_reduce
 from penstock.pipeline.construction import Construction
+from penstock.pipeline.model_state.save_pretrained import save_pretrained
 from penstock.pipeline.model_state.state import ModelState
-from penstock.pipeline.pipeline_model import PipelineModel
 from penstock.pipeline.rebalance import apply_cut, propose_cut
 from penstock.pipeline.steps import Steps
 from penstock.pipeline.train_steps import StepLoop
 from penstock.pipeline.trained_step import TrainedStep
 from penstock.runtime.batch.batch_options import BatchOptions
-from penstock.runtime.engine.foreign_leaves import watch_leaves
 from penstock.runtime.engine.handlers import Handler
 from penstock.runtime.engine.report import StepResult
 from penstock.runtime.loss.loss_options import LossOptions
-from penstock.runtime.optim.tied import TiedParameters, tied_places
+from penstock.runtime.optim.tied import tied_places
 from penstock.runtime.optim.updates import Updates
 from penstock.runtime.state.batch_norm import warn_of_microbatches
 from penstock.runtime.transport.interrupts import CTRL_C
 from penstock.schedule import Op, Schedule, Timeline
 
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 
-class Pipeline(PipelineModel):
+
+def _of_state(
+    method: Callable[Concatenate[ModelState, Given], Found], first: Callable[[Steps], None] | None = None
+) -> Callable[Concatenate[Pipeline, Given], Found]:
+    """Make a method of a pipeline of one of its state, before which `first` waits for steps that are under way."""
+
+    @wraps(method)
+    def of_pipeline(pipe: Pipeline, /, *args: Given.args, **kwargs: Given.kwargs) -> Found:
+        if first is not None:
+            first(pipe.steps)
+        return method(pipe.state, *args, **kwargs)
+
+    return of_pipeline
+
+
+class Pipeline:
     """Trains a model that is cut into stages, as a pipeline, by a schedule.
 
     In one process the ranks of the pipeline are threads. Under `torchrun` each rank is a process; then every process
@@ -119,7 +133,7 @@ class Pipeline(PipelineModel):
         check_arguments(model, given)
         self.recompute = given["recompute"]
         construction = Construction(given)
-        self.composition, self._settings, world = construction.composition, construction.settings, construction.world
+        self.composition, world = construction.composition, construction.world
         with world.building():
             cut = construction.cut()
             self.deployment = deployment = construction.deploy(cut)
@@ -136,41 +150,19 @@ class Pipeline(PipelineModel):
             )
             self.steps = Steps(deployment, self.batches, self.state)
             self.state.materialise(model, init)
-            tied = tied_places(cut)  # before anything takes the place of a parameter
+            tied = tied_places(cut)  # Later something may take the place of a parameter.
             deployment.put_on_devices()
-            world.check_facts(self.facts(), deployment.counter)
+            world.check_facts(deployment.facts(), deployment.counter)
             deployment.replication = self.composition.build(self, tied)
             world.built()
         deployment.ranks.track_changes()  # shards, or values for what had none, have taken the place of parameters
-        self.follow_cut(tied)
+        deployment.follow_cut(tied, loss_fn)
         with world.calling("Pipeline()"):
             deployment.tied.make_equal()
         if construction.measures:
             cut.warn()
             if batch_options.batch_norm is None:
                 warn_of_microbatches(model, given["microbatches"])
-
-    def follow_cut(self, tied: Sequence[Sequence[tuple[int, str]]]) -> None:
-        """Set up what follows from the cut: tied parameters, and leaves of other ranks.
-
-        Args:
-            tied: Groups of (stage, name) that are one parameter.
-        """
-        deployment = self.deployment
-        transport = deployment.world.transport
-        deployment.tied = TiedParameters(deployment.staged, deployment.placement, transport, tied)
-        self._watch_leaves()
-
-    def _watch_leaves(self) -> None:
-        deployment = self.deployment
-        if deployment.world.transport is not None:
-            (executor,) = deployment.ranks.executors.values()
-            replicated = deployment.replication.replicas > 1
-            watch_leaves(executor.stages, deployment.staged, deployment.placement, self.loss_fn, replicated)
-
-    def facts(self) -> dict[str, tuple[str, str]]:
-        """Facts about model, schedule and settings that must be equal on every rank."""
-        return facts_of(self.schedule, self.deployment.staged, self._settings)
 
     # -- what it is
 
@@ -217,7 +209,7 @@ class Pipeline(PipelineModel):
         if self.deployment.hold_loss(loss_fn):
             self.state.other_ranks.moved(self.deployment)
         self.batches.set_loss(loss_fn)
-        self._watch_leaves()
+        self.deployment.watch_leaves(loss_fn)
 
     @property
     def closed(self) -> bool:
@@ -358,31 +350,38 @@ class Pipeline(PipelineModel):
 
     # -- a better cut
 
-    def rebalance(self, timeline: Timeline | None = None) -> Proposal:
-        """Propose a better cut from a measured step. Changes nothing: pass the proposal to `apply`.
+    rebalance = propose_cut
+    apply = collective("apply()")(apply_cut)
+
+    # -- the model, of which this process has some stages
+
+    named_parameters = _of_state(ModelState.named_parameters)
+    parameters = _of_state(ModelState.parameters)
+    named_buffers = _of_state(ModelState.named_buffers)
+    parameter_groups = _of_state(ModelState.parameter_groups)
+    state_dict = _of_state(ModelState.state_dict, Steps.settle)
+    load_state_dict = _of_state(ModelState.load_state_dict, Steps.settle)
+    full_state_dict = _of_state(ModelState.full_state_dict, Steps.check_open)
+    full_tensors = _of_state(ModelState.full_tensors, Steps.check_open)
+    save_pretrained = _of_state(save_pretrained, Steps.check_open)
+    fill_model = _of_state(ModelState.fill_model, Steps.check_open)
+    zero_grad = _of_state(ModelState.zero_grad)
+    grad_norm = _of_state(ModelState.grad_norm)
+    clip_grad_norm_ = _of_state(ModelState.clip_grad_norm_)
+    clip_grad_value_ = _of_state(ModelState.clip_grad_value_)
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the model into training mode, or out of it, as its own `train` does.
 
         Args:
-            timeline: A measured step. By default, the last one from `record()`.
+            mode: Whether to train (True) or evaluate (False).
         """
-        return propose_cut(self.deployment.staged, self.steps.recorded if timeline is None else timeline)
+        self.state.train(mode)
+        return self
 
-    @collective("apply()")
-    def apply(
-        self, proposal: Proposal, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
-    ) -> None:
-        """Cut the model as proposed and continue. Call it on every rank, between `zero_grad()` and the next step.
-
-        Parameters move to their new ranks, together with their state in the optimizer. Gradients do not.
-
-        Args:
-            proposal: What `rebalance` returned.
-            optimizer: The optimizer, or several, whose state moves along.
-        """
-        if not isinstance(proposal, Proposal):
-            raise UsageError(f"proposal={proposal!r}: pass what pipe.rebalance(timeline) returns")
-        self.steps.check_open()
-        if apply_cut(self, proposal, optimizer):
-            self.steps.recorded = None  # it was of the cut before
+    def eval(self) -> Self:
+        """Put the model into eval mode."""
+        return self.train(False)
 
     # -- looking at it
 
@@ -411,7 +410,7 @@ class Pipeline(PipelineModel):
             executor.register(which, handler)
 
     def describe(self) -> str:
-        """The table of stages and how they run, as text."""
+        """Return the table of stages and how they run, as text."""
         from penstock.pipeline.stage_table import stage_table  # numpy, for the simulator: 40 ms that few need
 
         return stage_table(self)

@@ -31,11 +31,16 @@ if TYPE_CHECKING:
     from penstock.pipeline.pipeline import Pipeline
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
-Groups = list[tuple[torch.optim.Optimizer, dict[str, Any]]]  # of parameters, each with its optimizer
+Groups = list[tuple[torch.optim.Optimizer, dict[str, Any]]]  # Parameter groups, each with its optimizer.
 
 
-def propose_cut(staged: StagedModel, timeline: Timeline | None) -> Proposal:
-    """What a measured step says about the cut; the same on every rank."""
+def propose_cut(pipe: Pipeline, timeline: Timeline | None = None) -> Proposal:
+    """Propose a better cut from a measured step. Changes nothing: pass the proposal to `apply`.
+
+    Args:
+        timeline: A measured step. By default, the last one from `record()`.
+    """
+    staged, timeline = pipe.deployment.staged, pipe.steps.recorded if timeline is None else timeline
     if staged.recut is None:
         raise UsageError(f"{staged.how}: that cannot be cut anew; pass an nn.Sequential, or a module with example=")
     if timeline is None:
@@ -55,7 +60,7 @@ def move_state(
     transport: Transport | None,
     optimizer: Optimizers,
 ) -> None:
-    """Everything that a rank needs under the new cut and did not own under the old one."""
+    """Carry everything that a rank needs under the new cut and did not own under the old one."""
     if transport is None:
         return
     groups = _groups_of(optimizer)
@@ -85,7 +90,7 @@ def _groups_of(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer
 
 
 def _check_groups(answers: list[list[str]]) -> None:
-    """A moved parameter joins the group with the number that it had: they have to be alike on all ranks."""
+    """Check that groups are alike on all ranks: a moved parameter joins the group with the number that it had."""
     for rank, groups in enumerate(answers):
         if groups != answers[0]:
             said = [
@@ -99,7 +104,6 @@ def _check_groups(answers: list[list[str]]) -> None:
 
 
 def _packed(held: Tensor | nn.Module, groups: Groups) -> tuple[Any, bool, Any]:
-    """What is sent: a value, whether it is trained, and its optimizer's state of it."""
     if isinstance(held, Tensor):
         return held.detach(), held.requires_grad, _state_of(groups, held)
     return held.get_extra_state(), False, None
@@ -118,7 +122,6 @@ def _unpack(held: Tensor | nn.Module, sent: tuple[Any, bool, Any], groups: Group
 
 
 def _state_of(groups: Groups, tensor: Tensor) -> tuple[int, Mapping[str, Any]] | None:
-    """(number of its parameter group, its state) of a parameter that is trained."""
     for number, (optimizer, group) in enumerate(groups):
         if any(tensor is parameter for parameter in group["params"]):
             return number, dict(optimizer.state.get(tensor, {}))
@@ -143,12 +146,22 @@ def _give_up(groups: Groups, tensor: Tensor) -> None:
         optimizer.state.pop(tensor, None)
 
 
-def apply_cut(pipe: Pipeline, proposal: Proposal, optimizer: Optimizers) -> bool:
-    """Give a pipeline another cut, between two steps; whether it has one now."""
+def apply_cut(pipe: Pipeline, proposal: Proposal, optimizer: Optimizers = None) -> None:
+    """Cut the model as proposed and continue. Call it on every rank, between `zero_grad()` and the next step.
+
+    Parameters move to their new ranks, together with their state in the optimizer. Gradients do not.
+
+    Args:
+        proposal: What `rebalance` returned.
+        optimizer: The optimizer, or several, whose state moves along.
+    """
+    if not isinstance(proposal, Proposal):
+        raise UsageError(f"proposal={proposal!r}: pass what pipe.rebalance(timeline) returns")
+    pipe.steps.check_open()
     deployment = pipe.deployment
     before = deployment.staged
     if before.recut is None or not proposal.changes:
-        return False
+        return
     if any(parameter.grad is not None for parameter in pipe.parameters()):
         raise UsageError("there are gradients; call optimizer.step() and zero_grad() before apply()")
     if type(deployment.replication) is not Replication:
@@ -163,8 +176,8 @@ def apply_cut(pipe: Pipeline, proposal: Proposal, optimizer: Optimizers) -> bool
     )
     pipe.state.other_ranks.moved(deployment)
     deployment.ranks = deployment.ranks.successor(after, schedule.placement)
-    tied = tied_places(after)  # before anything takes the place of a parameter
+    tied = tied_places(after)  # Later something may take the place of a parameter.
     deployment.put_on_devices()
     deployment.ranks.track_changes()
-    pipe.follow_cut(tied)
-    return True
+    deployment.follow_cut(tied, pipe.loss_fn)
+    pipe.steps.recorded = None  # It was of the old cut.

@@ -19,7 +19,7 @@ NUMBERS = ("stage", "rank", "parameters", "trainable", "ms", "activation MB", "b
 
 
 def stage_table(pipe: Pipeline) -> str:
-    """Stages with their ranks, sizes and measured weights, the schedule with its price, and the links."""
+    """Return stages with their ranks, sizes and measured weights, the schedule with its price, and the links."""
     timeline = simulate(pipe.schedule)
     name = pipe.schedule.name or "own schedule"
     return "\n".join(
@@ -37,7 +37,6 @@ def stage_table(pipe: Pipeline) -> str:
 
 
 def _table(rows: list[dict[str, str]]) -> str:
-    """A column for each name that any row has something under."""
     names = [name for name in rows[0] if any(row[name] for row in rows)]
     left = [place for place, name in enumerate(names) if name not in NUMBERS]
     return table([names, *([row[name] for name in names] for row in rows)], left)
@@ -60,7 +59,7 @@ def _row(pipe: Pipeline, index: int) -> dict[str, str]:
 
 
 def _units(part: StagePart, count: int) -> str:
-    """How many, as `balance=` counts them, and the first and last by name: `3 (blocks.1 .. blocks.3)`."""
+    """Name how many, as `balance=` counts them, and the first and last: `3 (blocks.1 .. blocks.3)`."""
     names: list[str] | None = getattr(part, "units", None)
     if names is None and isinstance(part.module, nn.Sequential):
         names = list(part.module._modules)
@@ -71,7 +70,6 @@ def _units(part: StagePart, count: int) -> str:
 
 
 def _measured(weights: Sequence[Weight]) -> dict[str, str]:
-    """Of one microbatch, as measured with the example; empty where nothing was."""
     time = sum(weight.milliseconds for weight in weights)
     known = any(weight.output_bytes for weight in weights)
     return {
@@ -82,7 +80,7 @@ def _measured(weights: Sequence[Weight]) -> dict[str, str]:
 
 
 def _links(pipe: Pipeline) -> list[str]:
-    """What each link between ranks uses, the links of one kind together."""
+    """List what each link between ranks uses, the links of one kind together."""
     found = links(pipe.schedule.placement, pipe.deployment.staged.topology)
     pairs = {(link.source_rank, link.target_rank) for link in found}
     ways = sorted(pairs | {(target, source) for source, target in pairs})

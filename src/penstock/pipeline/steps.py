@@ -53,9 +53,9 @@ class Run:
     overlaps: bool = False  # whether ranks begin the next step before all have ended this one
     refused: BaseException | None = None  # why this rank must not run it, if so, for all ranks to hear
     program: Schedule = field(init=False)
-    wall_start: WallStart | None = None  # where the step is recorded
-    reports: Sequence[StepReport] = ()  # of all ranks, once it has ended
-    ended: EndedStep | None = None  # on this rank, where it overlaps
+    wall_start: WallStart | None = None  # Set where the step is recorded.
+    reports: Sequence[StepReport] = ()  # Of all ranks, once it has ended.
+    ended: EndedStep | None = None  # Set on this rank, where it overlaps.
 
 
 class Steps:
@@ -64,7 +64,7 @@ class Steps:
     def __init__(self, deployment: Deployment, batches: Batches, state: ModelState) -> None:
         self.deployment, self.batches, self.state = deployment, batches, state
         self.closed = False
-        self.loop: StepLoop | None = None  # of `train_steps`, while it runs or has an update to make
+        self.loop: StepLoop | None = None  # The `train_steps` that runs or has an update to make.
         self.recorder: Recorder | None = None
         self.recorded: Timeline | None = None  # the last that was
 
@@ -104,7 +104,6 @@ class Steps:
         return run.ended
 
     def enter(self, entered: ExitStack, guards: Sequence[Guard], run: Run) -> None:
-        """Enter guards, in their order."""
         for guard in guards:
             context = guard(self, run)
             if context is not None:
@@ -138,7 +137,6 @@ class Steps:
             run.program = programs.inference(self.batches.count(run.call), self.deployment.replication.lowered)
 
     def _take_count(self, count: int | None) -> None:
-        """From here on, run that many microbatches, if the batch says how many."""
         if count is None or not self.deployment.programs.take(count, self.batches.sizes) or self.recorder is None:
             return
         schedule = self.deployment.schedule
@@ -200,17 +198,15 @@ class Steps:
                 self.loop = None
 
     def check_open(self) -> None:
-        """Before all that other ranks take part in: the pipeline is open, and no rank is in a step."""
+        """Check, before all that other ranks take part in, that the pipeline is open and no rank is in a step."""
         self.check_not_closed()
         self.settle()
 
     def check_not_closed(self) -> None:
-        """Raise if the pipeline is closed."""
         if self.closed:
             raise UsageError("this pipeline is closed; make a new one from the same model to go on")
 
     def check_not_in_loop(self) -> None:
-        """Raise if steps of a loop are under way."""
         self.check_open()
         if self.loop is not None and self.loop.is_running:
             raise UsageError(

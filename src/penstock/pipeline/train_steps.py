@@ -17,35 +17,26 @@ its order and each message says its step.
 
 *Updates that depend on all ranks.* The norm of all gradients is known when the last rank is done, and a rank that
 waited for it would wait for everybody. Instead it keeps a snapshot of what the update changes, and updates as if the
-norm were finite and below the limit, which is nearly always so. When it collects the reports it knows better, and so
-does every other rank, from the same numbers: if the update was wrong, all of them undo the step that they have just
-run, take the update back, make the right one, run the body, and run the step again. The result is the same to the last
-bit; a wrong guess costs one step. After one, updates wait for the reports until `TRUST` of them in a row would have
-been right.
-
-The rank that the next step waits for, that of the first stage, is mostly the last to end a step. Where the reports of
-all others are with it by then, it need not guess, and keeps no snapshot; the others keep theirs while they would wait
-for its first message.
+norm were finite and below the limit. When it collects the reports it knows better, and so does every other rank, from
+the same numbers: if the update was wrong, all of them undo the step that they have just run, take the update back,
+make the right one, run the body, and run the step again. The result is the same to the last bit; a wrong guess costs
+one step. After one, updates wait for the reports until `TRUST` of them in a row would have been right. Where all
+reports are here already, as mostly with the rank of the first stage, nothing is guessed and no snapshot kept.
 
 *Failures.* A rank that fails tells the others by its messages, as in any step. But one that has no more messages to
 take in that step may be in the next one by then, so the rank that failed also goes through the next step without
 computing, and all collect the report of the failure at its end. Ranks that had finished the step have updated their
-weights; they undo both steps and take the update back. Where there is no snapshot (of updates that depend on nobody)
-they cannot; the error says so. An optimizer that fails is a failure of the step that begins then, or, after the last
-step, of the meeting that ends the loop.
+weights; they undo both steps and take the update back, or say that they cannot (where no snapshot is kept). An
+optimizer that fails is a failure of the step that begins then, or of the meeting that ends the loop.
 
-*Replicas.* At the end of a step a rank meets its copies in the other replicas (`Replication.meet`): they wait for the
-sums of their gradients anyway. What it reports to its own pipeline is what all copies have found, a failure or a loss
-among it, so that the reports of every pipeline say the same, and all of them take the same update back.
+*Replicas.* At the end of a step a rank meets its copies in the other replicas (`Replication.meet`). What it reports to
+its own pipeline is what all copies have found, so that the reports of every pipeline say the same.
 
 *Ctrl-C.* It ends a step while the program of one runs, and is held until then (`interrupts`), so that an update is
-complete or not begun, and the others hear why this rank leaves. A second one that does not wait gives the group up. One
-that ends a wait of `settle` leaves the reports to be collected later.
+complete or not begun, and the others hear why this rank leaves. One that ends a wait of `settle` leaves the reports to
+be collected later.
 
-*Where steps end together all the same*, with the same results: on threads, which share one optimizer; with tied weights
-across ranks, and sharded or spread parameters, whose gradients are exchanged when a step ends; with loss scaling; where
-the batch, or its lengths, are known to some ranks only; inside `record()`, since a timeline is of one step; and in the
-first step of a pipeline. `TrainedStep.together` says which it was.
+*Where steps end together all the same*, with the same results, `TrainedStep.together` says why (`_why_together`).
 """
 
 from __future__ import annotations
@@ -64,11 +55,11 @@ from penstock.pipeline.trained_step import (
     FailedHere,
     TrainedStep,
     UncollectedStep,
+    WeightUpdates,
     explain,
     name_step,
     trained,
 )
-from penstock.pipeline.weight_updates import WeightUpdates
 from penstock.runtime.engine.report import StepReport, StepResult, all_replicas, result_of
 from penstock.runtime.optim.updates import ORDER, UpdateDecision, Updates
 from penstock.runtime.transport.interrupts import CTRL_C, CUT
@@ -109,7 +100,7 @@ class StepLoop:
                     yield from self._results()
                     self._step_together(call, together)
                 else:
-                    while not self._step(call):  # as the update after the step before is right only now
+                    while not self._step(call):  # The update after the step before is right only now.
                         yield from self._results()
                 self._number += 1
                 yield from self._results()
@@ -122,7 +113,6 @@ class StepLoop:
                 self._steps.loop = None
 
     def _results(self) -> Iterator[TrainedStep]:
-        """Those that are known by now."""
         while self._done:
             yield replace(self._done.popleft(), steps_done=self._number)
 
@@ -152,7 +142,7 @@ class StepLoop:
                 deployment.replication.all_gather(transport.call, None)
 
     def _call(self, batch: Any) -> Call:
-        """What `step` would be given. (The training command's batches are calls already.)"""
+        """Return what `step` would be given. (The training command's batches are calls already.)"""
         if isinstance(batch, Call):
             return batch
         if isinstance(batch, Mapping):
@@ -165,7 +155,7 @@ class StepLoop:
         return Call(CALL, values[:-1], {}, values[-1], {}, False, training=True)
 
     def _why_together(self) -> str:
-        """Why the next step ends on all ranks together; empty where it may begin while others are in the last one."""
+        """Return why the next step ends on all ranks together; empty where it may begin while others are behind."""
         deployment, batches, other_ranks = self._steps.deployment, self._steps.batches, self._steps.state.other_ranks
         reasons = {
             "ranks are threads": deployment.world.transport is None,
@@ -232,7 +222,7 @@ class StepLoop:
         weights = self._weights
         if step.ended.failure is not None:
             return step.ended.failure
-        if step.is_updated:  # and the next step did not begin: its batch was refused
+        if step.is_updated:  # The next step did not begin: its batch was refused.
             return weights.failed
         depends = weights.updates.depends_on_all
         is_right = depends and self._is_known_to_be_as_is(step)
@@ -256,12 +246,11 @@ class StepLoop:
             self._weights.set_aside()
 
     def _is_known_to_be_as_is(self, step: UncollectedStep) -> bool:
-        """Whether all reports are here already, and they say that the update is right as it is."""
         reports = step.ended.known_reports()
         return reports is not None and self._decide(reports, self._result(reports, step)).as_is
 
     def _has_gradients(self) -> bool:
-        """Whether there are gradients from before this loop, which no snapshot has."""
+        """Return whether there are gradients from before this loop, which no snapshot has."""
         return self._uncollected is None and any(each.grad is not None for each in self._steps.state.parameters())
 
     def _run(self, call: Call, waits: bool, refused: BaseException | None) -> UncollectedStep:
@@ -296,7 +285,6 @@ class StepLoop:
         return mine
 
     def _prove(self, program: Schedule) -> None:
-        """Verify a program with the same one after it, once."""
         if self._proved.get(id(program)) is not program:
             verify(program, steps=2)
             if len(self._proved) >= KEPT:
@@ -326,7 +314,7 @@ class StepLoop:
         if abandoned is None and before.is_updated and not before.decision.as_is:
             abandoned = Abandoned(None)
         if abandoned is not None:
-            if runs and before.ended.told and transport.broken is None:  # so all ranks know, and do the same
+            if runs and before.ended.told and transport.broken is None:  # All ranks know, and do the same.
                 transport.call, call = ABANDONED, transport.call
                 try:
                     transport.exchange(None)
@@ -335,7 +323,6 @@ class StepLoop:
             raise abandoned
 
     def _read_at_once(self, step: UncollectedStep) -> None:
-        """The reports of a step that no rank has updated after."""
         step.can_be_undone = True
         try:
             self._read(step, "clipping, or a skip, of late")
@@ -349,7 +336,7 @@ class StepLoop:
             self._steps.deployment.counter.is_apart = True
 
     def _read(self, step: UncollectedStep, together: str = "") -> None:
-        """The reports of a step, as its decision and its result; raises what went wrong anywhere."""
+        """Read the reports of a step, as its decision and its result; raise what went wrong anywhere."""
         reports = step.ended.reports()
         result = self._result(reports, step)
         step.decision = self._decide(reports, result)
@@ -364,20 +351,18 @@ class StepLoop:
         return self._weights.updates.decide([report.norm for report in reports], loss)
 
     def _leave(self, before: UncollectedStep, abandoned: Abandoned) -> None:
-        """Where a step failed elsewhere, undo it, and raise."""
         error = abandoned.error
         if error is None:
             return
         if before.ended.told and before.ended.failure is None and before.can_be_undone:
             self._undo(before, error)
         if abandoned.interrupt is not None:
-            for note in getattr(error, "__notes__", ()):  # with which step to go on
+            for note in getattr(error, "__notes__", ()):  # They say with which step to go on.
                 abandoned.interrupt.add_note(note)
             raise abandoned.interrupt from error
         raise error from error.__cause__
 
     def _undo(self, step: UncollectedStep, error: BaseException) -> None:
-        """Undo a step that is complete here, with its update, because it failed on another rank."""
         counter = self._steps.deployment.counter
         counter.step -= 1
         self._weights.undo(step)

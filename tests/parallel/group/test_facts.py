@@ -18,7 +18,7 @@ def facts(change: Any = None, **options: Any) -> dict[str, tuple[str, str]]:
     stages = [nn.Linear(4, 4), nn.Linear(4, 4)]
     if change is not None:
         change(stages[1])
-    return penstock.Pipeline(stages, microbatches=2, loss_fn=F.mse_loss, **options).facts()
+    return penstock.Pipeline(stages, microbatches=2, loss_fn=F.mse_loss, **options).deployment.facts()
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,6 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """What the files take, without the manifest."""
         return sum(size for size, _ in self.files.values())
 
 
@@ -76,7 +75,6 @@ class Named:
 
 
 def folder_name(step: int, again: int = 0) -> str:
-    """Return what the directory of a step is called."""
     return f"step-{step:08d}" + (f".{again}" if again else "")
 
 
@@ -204,7 +202,6 @@ def check_files(path: Path) -> Manifest:
 
 
 def checksum_of(file: Path) -> str:
-    """Compute the CRC-32 of a file, in hex."""
     value = 0
     with file.open("rb", buffering=0) as stream:
         while piece := stream.read(PIECE):

@@ -26,7 +26,6 @@ PAIRS = (("lora_A", "lora_B", ".weight"), ("lora_embedding_A", "lora_embedding_B
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter of a model belongs to an adapter."""
     return ".lora_" in name
 
 
@@ -69,7 +68,6 @@ def merged(name: str, value: Tensor, get: Callable[[str], Tensor | None], config
 
 
 def scale_of(place: str, rank: int, config: Mapping[str, Any]) -> float:
-    """Return what an adapter's product is multiplied by."""
     alpha = float(config["lora_alpha"])
     odd = [name for name in ("alpha_pattern", "rank_pattern", "use_dora") if config.get(name)]
     if odd:

@@ -39,13 +39,11 @@ def file_names(count: int) -> list[str]:
 
 
 def write_json(file: Path, document: Any) -> str:
-    """Write a document; returns the name of the file."""
     write_file(file, [json.dumps(document, indent=2).encode()])
     return file.name
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], total: int) -> str:
-    """Write which tensor is in which file."""
     return write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": dict(weight_map)})
 
 

@@ -10,7 +10,6 @@ INDEX = "model.safetensors.index.json"
 
 
 def has_weights(folder: str | os.PathLike[str]) -> bool:
-    """Return whether a folder has safetensors under the names that transformers gives them."""
     return any(Path(folder, name).is_file() for name in (WEIGHTS, INDEX))
 
 

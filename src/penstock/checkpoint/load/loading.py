@@ -17,9 +17,8 @@ from penstock.checkpoint.disk.manifest import INDEX, Manifest, damages, newest_f
 from penstock.checkpoint.generators import check_states, restore_generators
 from penstock.checkpoint.load.reading import CheckpointContents
 from penstock.checkpoint.load.restoring import OptimizerFit, fit_averages, fit_model
-from penstock.checkpoint.named_tensors import model_entries, optimizers_of
+from penstock.checkpoint.named_tensors import Given, check_stateful, layout_of, model_entries, optimizers_of
 from penstock.checkpoint.processes import Processes
-from penstock.checkpoint.save.collecting import Given, check_stateful, layout_of
 from penstock.errors import CheckpointError, PenstockError
 from penstock.runtime.messages.plain import decode, same
 
@@ -218,7 +217,6 @@ class _Restoring:
         return None, None
 
     def take_back(self) -> None:
-        """Take back everything, as if `hand_out` had never been called."""
         for part, state in self._before:
             part.load_state_dict(state)
 

@@ -82,7 +82,6 @@ class CheckpointContents:
         self.bytes = sum(sizes.values())
 
     def tensor(self, key: str) -> Tensor:
-        """Read one whole tensor, on the CPU."""
         found = self._of(key)
         goal = torch.empty(found.size, dtype=found.dtype, device="cpu")
         for chunk in found.chunks:
@@ -97,7 +96,6 @@ class CheckpointContents:
         return goal
 
     def bytes_of(self, key: str) -> int:
-        """Return the bytes of one whole tensor."""
         found = self._of(key)
         return math.prod(found.size) * found.dtype.itemsize
 

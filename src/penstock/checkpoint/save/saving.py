@@ -25,11 +25,11 @@ from torch import Tensor
 
 from penstock.checkpoint.disk.manifest import INDEX, LONGEST, MANIFEST, seal
 from penstock.checkpoint.files.tensors import Body, TensorEntry, streamed, sync_directory, write_file
+from penstock.checkpoint.processes import Processes
 from penstock.checkpoint.save.write_plan import WritePlan, file_of
 from penstock.errors import CheckpointError
 from penstock.parallel.group.agreement import in_words
 from penstock.reading import read_json, read_text
-from penstock.runtime.messages.clock import CLOCK, Clock
 from penstock.writing import create
 
 logger = logging.getLogger("penstock.checkpoint")
@@ -50,14 +50,11 @@ class Saving:
     step: int
     temporary: Path
     final: Path
-    number: int
-    count: int
+    processes: Processes
     plan: WritePlan
     plain: Mapping[str, Any]
     document: Mapping[str, Any]  # The manifest, but for its files.
-    lost: Callable[[], Exception | None]
     finished: Callable[[Path], None]  # Called on process 0, after the rename.
-    clock: Clock = CLOCK  # Times the waits for the other processes.
     body: Body | None = None
     _pieces: Callable[[], Iterable[memoryview]] = list
     _ended: BaseException | None = None  # why this process no longer wants it
@@ -90,16 +87,16 @@ class Saving:
         """Write this process's part, and see the save through to its end."""
         try:
             self._write_part()
-            if self.number == 0:
+            if self.processes.number == 0:
                 self._finish(self._notes())
                 try:  # what is saved is saved, whether or not older ones can be deleted
-                    self.clock.paced(self.finished)(self.final)
+                    self.processes.clock.paced(self.finished)(self.final)
                 except OSError as error:
                     logger.warning("older checkpoints could not be deleted: %s", error)
             else:
                 self._await_end()
         except OSError as error:
-            if self.number != 0 and not self.temporary.exists():
+            if self.processes.number != 0 and not self.temporary.exists():
                 raise GivenUp(f"step {self.step} was not saved: process 0 gave up", path=self.final) from error
             self._abandon(str(error))
             raise CheckpointError(
@@ -113,19 +110,18 @@ class Saving:
 
     def _write_part(self) -> None:
         layout = self.plan.layout
-        name = file_of(self.number)
-        write = self.clock.paced(write_file)
+        name = file_of(self.processes.number)
+        write = self.processes.clock.paced(write_file)
         size, crc = write(self.temporary / name, chain([layout.header], self._pieces()))
         note = json.dumps({"file": [name, size, crc], "plain": self.plain}).encode()
-        partial = self.temporary / f".note-{self.number:05d}"
+        partial = self.temporary / f".note-{self.processes.number:05d}"
         write(partial, [note])
-        partial.rename(self.temporary / f"note-{self.number:05d}.json")
+        partial.rename(self.temporary / f"note-{self.processes.number:05d}.json")
 
     # -- process 0
 
     def _notes(self) -> list[dict[str, Any]]:
-        """Return every process's note, once all are there."""
-        wanted = [self.temporary / f"note-{number:05d}.json" for number in range(self.count)]
+        wanted = [self.temporary / f"note-{number:05d}.json" for number in range(self.processes.count)]
 
         def missing() -> list[int]:
             return [number for number, path in enumerate(wanted) if not path.exists()]
@@ -136,10 +132,10 @@ class Saving:
     def _finish(self, notes: Sequence[Mapping[str, Any]]) -> None:
         files = {name: [size, crc] for name, size, crc in (note["file"] for note in notes)}
         index = {"tensors": self.plan.tensors, "processes": [note["plain"] for note in notes]}
-        write = self.clock.paced(write_file)
+        write = self.processes.clock.paced(write_file)
         files[INDEX] = list(write(self.temporary / INDEX, [json.dumps(index).encode()]))
         write(self.temporary / MANIFEST, [seal({**self.document, "files": files})])
-        for number in range(self.count):
+        for number in range(self.processes.count):
             (self.temporary / f"note-{number:05d}.json").unlink()
         sync_directory(self.temporary)
         self.temporary.rename(self.final)
@@ -155,25 +151,25 @@ class Saving:
     # -- both
 
     def _wait(self, ready: Callable[[], bool], late: Callable[[], str]) -> None:
-        pause, seen, since = BEAT[0], None, self.clock.now()
+        pause, seen, since = BEAT[0], None, self.processes.clock.now()
         looked = since
         while not ready():
             self._check()
             self._look_for_failures()
-            self.clock.sleep(pause)
+            self.processes.clock.sleep(pause)
             pause = min(2 * pause, BEAT[1])
-            if self.clock.now() - looked >= PROGRESS_BEAT:
-                looked, now = self.clock.now(), _progress(self.temporary)
+            if self.processes.clock.now() - looked >= PROGRESS_BEAT:
+                looked, now = self.processes.clock.now(), _progress(self.temporary)
                 if now != seen:
                     seen, since = now, looked
             patience = PATIENCE if threading.main_thread().is_alive() else LAST_PATIENCE
-            if self.clock.now() - since > patience:
+            if self.processes.clock.now() - since > patience:
                 raise CheckpointError(
                     f"step {self.step} was not saved: for {patience:g} s, {late()} in {self.temporary}", path=self.final
                 )
 
     def _check(self) -> None:
-        loss = self._ended or self.lost()
+        loss = self._ended or self.processes.lost()
         if loss is not None:
             raise GivenUp(f"step {self.step} was not saved: {in_words(loss)}", path=self.final)
 
@@ -187,10 +183,10 @@ class Saving:
 
     def _abandon(self, why: str) -> None:
         with suppress(OSError):  # the error that led here is the one to be raised
-            if self.number == 0:
+            if self.processes.number == 0:
                 remove(self.temporary)
             else:
-                with create(self.temporary / f"failed-{self.number:05d}") as file:
+                with create(self.temporary / f"failed-{self.processes.number:05d}") as file:
                     file.write(why)
 
 

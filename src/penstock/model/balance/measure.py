@@ -1,19 +1,14 @@
 """Forward and backward of every piece of a model, measured where it is called.
 
-The model's own forward runs on the example with the pieces' forwards wrapped (see `patched`). Each
-wrapper cuts its arguments off from what came before, as copies that want a gradient where the
-originals did, and runs the piece on them several times: once warm and counting what autograd keeps,
-by storage, then with the clock. So arguments are real, and nothing has to be kept for later. The
-whole is repeated in rounds, so that a disturbance hits a few of a piece's times and not all of
-them, and medians are taken. On a machine that is busy with other work even medians lie, and the more
-the longer a piece takes; so the clock stands still while this thread waits for a processor.
+The model's own forward runs on the example with the pieces' forwards wrapped (see `patched`). Each wrapper runs the
+piece on copies of its arguments several times: once warm and counting what autograd keeps, by storage, then with the
+clock. So arguments are real, and nothing has to be kept for later. The whole is repeated in rounds, so that a
+disturbance hits a few of a piece's times and not all of them, and medians are taken; and the clock stands still while
+this thread waits for a processor. Where stages will run on a device, each piece is there while it is measured, and
+nothing else is.
 
-Where stages will run on a device, each piece is there while it is measured, and nothing else is: a
-model that needs several devices does not fit on one.
-
-The user's model is as before afterwards: gradients come from `torch.autograd.grad`, which writes to
-no `.grad` and runs no optimizer's hooks; buffers, attributes that were set, and the random
-generators are put back.
+The user's model is as before afterwards: gradients come from `torch.autograd.grad`, which writes to no `.grad` and runs
+no optimizer's hooks; buffers, attributes and the random generators are put back.
 """
 
 from __future__ import annotations
@@ -36,8 +31,8 @@ from penstock.errors import ModelError
 from penstock.model.moved import moved
 from penstock.model.random_states import random_state, restore_random
 from penstock.model.replay.recording.marks import Storages
-from penstock.model.replay.recording.nested_values import tensors_in
 from penstock.model.replay.recording.undo import patched, undone
+from penstock.model.replay.recording.unit_calls import tensors_in
 from penstock.model.run_kind import DRY, run_as
 
 ROUNDS = 3
@@ -94,11 +89,9 @@ class _Ledger:
         return self._origin.get(key, key)
 
     def copied(self, original: Tensor, twin: Tensor) -> None:
-        """Note that `twin` stands for `original`."""
         self._origin[self._storages.key(twin)] = self._of(original)
 
     def count(self, saved: Sequence[Tensor]) -> int:
-        """Return the bytes of those that were not counted before."""
         total = 0
         for tensor in saved:
             key = self._of(tensor)
@@ -108,28 +101,19 @@ class _Ledger:
         return total
 
 
+@dataclass
 class _Round:
     """The model's forward, once, with every piece measured at its call."""
 
-    def __init__(
-        self,
-        order: Sequence[str],
-        modules: Mapping[str, nn.Module],
-        found: list[Measured],
-        repeats: int,
-        ledger: _Ledger | None,
-        now: Callable[[], float],
-        device: torch.device | None,
-    ) -> None:
-        self.order = order
-        self.modules = modules
-        self.found = found
-        self.repeats = repeats
-        self.ledger = ledger  # Set in the round that counts bytes.
-        self.now = now
-        self.device = device
-        self.number = 0
-        self.inside = False
+    order: Sequence[str]
+    modules: Mapping[str, nn.Module]
+    found: list[Measured]
+    repeats: int
+    ledger: _Ledger | None  # Set in the round that counts bytes.
+    now: Callable[[], float]
+    device: torch.device | None
+    number: int = 0
+    inside: bool = False
 
     def wrap(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         trained = [parameter for parameter in self.modules[name].parameters() if parameter.requires_grad]
@@ -156,7 +140,6 @@ class _Round:
         return measured
 
     def finish(self) -> None:
-        """Check, as the forward has ended, that all pieces were called."""
         if self.number != len(self.order):
             raise self._another_path("the forward ended")
 

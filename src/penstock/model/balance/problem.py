@@ -44,23 +44,19 @@ class PartitionProblem:
         return len(self.crossing) - 1
 
     def loads(self, ends: Ends) -> list[float]:
-        """Return the load of each rank."""
         found = [0.0] * len(self.speeds)
         for stage, (first, end) in enumerate(pairwise(ends)):
             found[self.ranks[stage]] += self.sums[stage][end] - self.sums[stage][first]
         return found
 
     def largest(self, ends: Ends) -> float:
-        """Return the load of the rank that all others wait for."""
         return max(self.loads(ends))
 
     def bytes(self, ends: Ends) -> float:
-        """Return the bytes that cross all cuts together."""
         return sum(self.crossing[end] for end in ends[1:-1])
 
     @cached_property
     def single(self) -> bool:
-        """Whether every rank has one stage."""
         return len(set(self.ranks)) == len(self.ranks)
 
     @cached_property
@@ -143,7 +139,6 @@ def _rows(weights: Weights, stages: int) -> list[list[float]]:
 
 
 def speeds_of(speeds: Sequence[float] | None, ranks: int) -> list[float]:
-    """Return the speeds that were given, or 1 for all."""
     if speeds is None:
         return [1.0] * ranks
     if len(speeds) != ranks:
@@ -154,7 +149,6 @@ def speeds_of(speeds: Sequence[float] | None, ranks: int) -> list[float]:
 
 
 def _places(count: int, stages: int, allowed: Sequence[int] | None) -> list[int]:
-    """Return where a cut may be, in order."""
     inner = sorted({place for place in (range(1, count) if allowed is None else allowed) if 0 < place < count})
     if len(inner) < stages - 1:
         pieces = f"{count} pieces" if len(inner) == count - 1 else f"{count} pieces with {len(inner)} places to cut"

@@ -1,13 +1,8 @@
 """What the pieces of a model weigh: parameters, time, memory, or what the user says.
 
-A piece is a layer of an `nn.Sequential`, or a unit call of a replay recording. Parameters are read
-off; time and memory are measured (`measure`) while an example runs through the model once in
-each round, every piece being run again and again right where it is called, so that it has its real
-arguments and none of them need be kept.
-
-Ranks must cut alike, but each would measure other times: the numbers of the first rank count.
-`agree` is given this rank's numbers and answers with the first rank's. Ranks that need not measure
-pass `measured=False`.
+A piece is a layer of an `nn.Sequential`, or a unit call of a replay recording. Parameters are read off; time and memory
+are measured (`measure`). Ranks must cut alike, but each would measure other times: `agree` is given this rank's numbers
+and answers with the first rank's. Ranks that need not measure pass `measured=False`.
 """
 
 from __future__ import annotations
@@ -114,7 +109,6 @@ def profile_calls(
 
 
 def _at_rest(pieces: Sequence[tuple[str, nn.Module]], optimizer: str) -> list[Weight]:
-    """Read off what is known without running anything."""
     if optimizer not in OPTIMIZERS:
         raise UsageError(f"optimizer={optimizer!r}: choose one of {', '.join(map(repr, OPTIMIZERS))}")
     seen: set[int] = set()

@@ -48,7 +48,6 @@ class Balancing:
 
     @property
     def counts(self) -> list[int] | None:
-        """The user's own counts, where that is what was given."""
         if self.how is None or isinstance(self.how, (str, Mapping)):
             return None
         return list(self.how)
@@ -57,6 +56,13 @@ class Balancing:
     def runs(self) -> bool:
         """Whether the pieces have to be run to know what they weigh."""
         return self.how in ("time", "memory")
+
+    @property
+    def profiling(self) -> dict[str, Any]:
+        """How pieces are weighed for it: options of `profile_layers` and `profile_calls`."""
+        agree = self.agree if self.runs else None
+        measured = self.runs and self.measures
+        return {"optimizer": self.optimizer, "measured": measured, "agree": agree, "device": self.device}
 
     def cuts(
         self, stages: int, weights: Sequence[Weight], allowed: Sequence[int] | None, crossing: Sequence[float] | None

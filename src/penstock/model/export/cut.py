@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.balance.request import stage_count
-from penstock.model.export.capture import capture
-from penstock.model.export.containers import Arguments
+from penstock.model.export.capture import Arguments, capture
 from penstock.model.export.cut_places import choose_cuts, count_pieces, find_cuts, modules_of
 from penstock.model.export.operations import Values
 from penstock.model.export.part import GraphPart, GraphPrograms, Program, all_tensors, device_of
@@ -36,15 +35,16 @@ def split_by_graph(
     if count < 1:
         raise ModelError(f"a model cannot make {count} stages; pass stages=1 or more")
     arguments = Arguments(model, default_inputs(model, kwargs))
+    inputs = arguments.inputs(args, kwargs)
     if not is_lazy(model):
-        runs(model, arguments, args, kwargs)  # before the long capture of what has no graph
-    values = Values(capture(model, arguments, args, kwargs))
+        runs(model, arguments, inputs)  # The capture of what has no graph would take long.
+    values = Values(capture(model, arguments, inputs))
     tensors = all_tensors(model)
     cuts = choose_cuts(values, tensors, count, balance, split_at)
     program = Program(values.capture, build_stages(values, find_cuts(values, tensors, cuts), device_of(model)))
     programs = GraphPrograms(model, arguments, cuts, program)
     programs.held = _holders(model, tensors, program)
-    programs.prove(args, kwargs)
+    programs.prove(inputs)
     parts = tuple(_part(index, model, tensors, programs) for index in range(count))
     balance = count_pieces(values, tensors, cuts)
     sizes = "sizes may change" if program.capture.is_dynamic else "for the example's sizes"
@@ -59,7 +59,7 @@ def _part(index: int, model: nn.Module, tensors: dict[str, Tensor], programs: Gr
     saved = set(model.state_dict(keep_vars=True))
     module = nn.Module()
     here: dict[int, str] = {}
-    for name, tensor in tensors.items():  # in the model's order
+    for name, tensor in tensors.items():
         if name in programs.held[index]:
             hang(module, name, tensor, persistent=isinstance(tensor, nn.Parameter) or name in saved)
             here.setdefault(id(tensor), name)
@@ -69,10 +69,10 @@ def _part(index: int, model: nn.Module, tensors: dict[str, Tensor], programs: Gr
 
 
 def _holders(model: nn.Module, tensors: dict[str, Tensor], program: Program) -> list[set[str]]:
-    """The names of what each stage holds: all that it reads, and neighbours that nobody reads.
+    """Return the names of what each stage holds: all that it reads, and neighbours that nobody reads.
 
-    A tensor with several names goes by the one of the module that reads it: a tied head by the
-    head's name on the last stage and by the embedding's on the first.
+    A tensor with several names goes by the one of the module that reads it: a tied head by the head's name on the last
+    stage and by the embedding's on the first.
     """
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():

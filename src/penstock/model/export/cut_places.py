@@ -1,9 +1,8 @@
 """Where a graph is cut: between which operations, so that the heaviest stage is light and little crosses.
 
-A *piece* is an operation with parameters of its own and what follows until the next one. Stages
-are whole pieces; in the gap before a piece the cut stands where the fewest bytes cross. A cut is
-named by a parameter (the first that the new stage uses) or by a module, not by a number, so that
-the same cut can be found in another capture of the same model.
+A *piece* is an operation with parameters of its own and what follows until the next one. Stages are whole pieces; in
+the gap before a piece the cut stands where the fewest bytes cross. A cut is named by the first parameter that the new
+stage uses, or by a module, so that the same cut can be found in another capture of the model.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ class GraphCut(NamedTuple):
 
 @dataclass(frozen=True)
 class _Piece:
-    position: int  # of the operation that first uses the parameters
+    position: int  # The operation that first uses the parameters.
     parameter: str
     weight: float
-    cut: int | None  # where to cut before it; None: nowhere
+    cut: int | None  # The cut before it; None: nowhere.
     crossing: float
 
 
@@ -50,7 +49,6 @@ def choose_cuts(
     balance: str | Sequence[int] | None,
     split_at: Sequence[str],
 ) -> list[GraphCut]:
-    """The cuts before stages 1, 2, ... as the user asked for them."""
     if split_at:
         named = map(name_and_use, split_at)
         return [GraphCut("parameter" if name in tensors else "module", name, use) for name, use in named]
@@ -79,7 +77,7 @@ def choose_cuts(
 
 
 def find_cuts(values: Values, tensors: dict[str, Tensor], cuts: Sequence[GraphCut]) -> list[int]:
-    """The positions of the cuts in this capture: the first operations of stages 1, 2, ..."""
+    """Return the positions of the cuts in this capture: the first operations of stages 1, 2, ..."""
     pieces = {piece.parameter: piece for piece in _pieces(values, tensors)}
     taken = _inseparable(values)
     places = []
@@ -104,12 +102,10 @@ def find_cuts(values: Values, tensors: dict[str, Tensor], cuts: Sequence[GraphCu
 
 
 def count_pieces(values: Values, tensors: dict[str, Tensor], cuts: Sequence[GraphCut]) -> tuple[int, ...]:
-    """How many pieces each stage has: what `balance=` takes."""
     return counts_between(find_cuts(values, tensors, cuts), [piece.position for piece in _pieces(values, tensors)])
 
 
 def _later_use(values: Values, tensors: dict[str, Tensor], cut: GraphCut) -> int | None:
-    """The operation that reads a parameter for that time, under whichever of its names."""
     parameters, tensor = values.capture.parameters, tensors[cut.name]
     uses = [
         place
@@ -121,7 +117,7 @@ def _later_use(values: Values, tensors: dict[str, Tensor], cut: GraphCut) -> int
 
 def _module_start(values: Values, name: str, use: int) -> int:
     known: dict[str, None] = {}
-    calls: dict[str, None] = {}  # of the module that is asked for, as the capture numbers them
+    calls: dict[str, None] = {}
     for place, node in enumerate(values.nodes):
         for module, call in _calls_of(node):
             known[module] = None
@@ -136,12 +132,12 @@ def _module_start(values: Values, name: str, use: int) -> int:
 
 
 def modules_of(node: Node) -> list[str]:
-    """The names of the modules in whose forward the operation stands, outermost first."""
+    """Return the names of the modules in whose forward the operation stands, outermost first."""
     return [module for module, _ in _calls_of(node)]
 
 
 def _calls_of(node: Node) -> list[tuple[str, str]]:
-    """The modules in whose forward the operation stands, and a key for the call of each, which the capture numbers."""
+    """Return these modules with a key for the call of each, which the capture numbers."""
     stack = node.meta.get("nn_module_stack") or {}
     named = [(path.partition("@")[0], call) for call, (path, _) in stack.items()]
     return [(path.removeprefix(PREFIX), call) for path, call in named if path.startswith(PREFIX)]
@@ -172,7 +168,6 @@ def _pieces(values: Values, tensors: dict[str, Tensor]) -> list[_Piece]:
 
 
 def _crossing(values: Values) -> list[float]:
-    """How many bytes cross a cut before each operation."""
     end = len(values.nodes)
     results = {result for result in values.capture.results if isinstance(result, Node)}
     spans: dict[Node, tuple[int, int]] = {}
@@ -189,7 +184,7 @@ def _crossing(values: Values) -> list[float]:
 
 
 def _inseparable(values: Values) -> set[int]:
-    """Positions where no cut may stand: before one of several results, or amid the uses of a buffer that changes."""
+    """Find where no cut may stand: before one of several results, or amid the uses of a buffer that changes."""
     taken = {place for place, node in enumerate(values.nodes) if node.target is operator.getitem}
     for group, writers in values.writers.items():
         if group not in values.lasting:

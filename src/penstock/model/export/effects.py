@@ -1,22 +1,28 @@
-"""What a forward does beside computing its output, while it is captured.
+"""What a forward does beside computing its output, and what it reads beside its arguments, while it is captured.
 
-A model may stash tensors on itself, append them to lists, or count its calls. The capture runs
-the forward on fake tensors, none of which may stay in the user's model: attributes and the
-lists and dicts in them are put back. And what one forward leaves for the next is not in the
-graph of one forward. So an attribute that the forward changes is, in a second capture,
-taken away beforehand: a forward that reads it before writing it carries state from call to call
-(a counter, a memory), which is refused, while a stash that the parent reads afterwards works.
+The capture runs the forward on fake tensors, none of which may stay in the model: attributes, and the lists and dicts
+in them, are put back. And what one forward leaves for the next is not in the graph of one forward. So an attribute that
+the forward changes is taken away before a second capture: a forward that reads it before writing it carries state from
+call to call (a counter, a memory), which is refused, while a stash that the parent reads afterwards works. The backward
+of a custom `autograd.Function` and hooks on tensors would be lost without a word, and are refused as well.
 
-Two more things would be lost without a word, and are refused: the backward of a custom
-`autograd.Function`, of which a graph shows only the forward, and hooks on tensors.
+A graph would also have one draw built in for ever: layer drop by `random.random() < 0.5` would train the same layers
+in every step. So random numbers that are not torch's, and clocks, are refused. A plain run is watched call by call, in
+this thread alone; around it and around every capture the states of generators are compared, because calls of numpy
+cannot be watched.
 """
 
 from __future__ import annotations
 
+import datetime
+import gc
+import os
+import random
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +30,7 @@ from torch.nn.modules import module as nn_module
 
 from penstock.errors import ModelError
 from penstock.model.names import dotted_name
+from penstock.model.random_states import generators_of, global_states, put_back, states_of
 from penstock.model.replay.recording.undo import contents_of, refill
 
 # the last two are nn.LSTM's own copies of its parameters, which follow when those are exchanged for fakes
@@ -71,7 +78,7 @@ class Effects:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A context around an export, which puts back equal attributes but not the same objects."""
+        """Put back, after an export, the attributes' own objects; it leaves equal ones."""
         kept = {name: dict(vars(module)) for name, module in self._modules.items()}
         try:
             yield
@@ -82,7 +89,7 @@ class Effects:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """A context around one forward: afterwards every module has the attributes that it had."""
+        """Let every module have, after one forward, the attributes that it had."""
         kept = {name: dict(vars(module)) for name, module in self._modules.items()}
         inner = {id(box): (box, contents_of(box)) for box in self._containers()}
         for name, attribute in self.changed:
@@ -100,7 +107,7 @@ class Effects:
 
     @contextmanager
     def buffers_written(self) -> Iterator[None]:
-        """A context around one forward: a buffer that it replaces is written in place, an operation of the graph.
+        """Turn a buffer that a forward replaces into one that it writes in place: an operation of the graph.
 
         torch.export does so for the outermost module alone and forgets the others.
         """
@@ -147,7 +154,7 @@ class Effects:
 
 
 def _same(one: list[Any], other: list[Any]) -> bool:
-    """Whether a container holds the same objects as before: tensors do not answer == with a truth value."""
+    """Return whether a container holds the same objects as before: tensors do not answer == with a truth value."""
     keys = [[tuple(map(id, each)) if type(each) is tuple else id(each) for each in box] for box in (one, other)]
     return keys[0] == keys[1]
 
@@ -215,3 +222,86 @@ def nothing_lost(where: RunningModule) -> Iterator[None]:
     finally:
         setattr(torch.autograd.Function, "apply", apply)  # noqa: B010
         setattr(Tensor, "register_hook", hook)  # noqa: B010
+
+
+Result = TypeVar("Result")
+
+_MEASURES = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
+_CLOCKS = frozenset(_MEASURES) | {f"{name}_ns" for name in _MEASURES} | {"localtime", "gmtime", "ctime"}
+_DRAWS = frozenset({"random", "getrandbits"})  # all other methods of Python's generators come to these
+_TODAY = frozenset({"now", "utcnow", "today"})
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+
+
+def _refusal(where: str, what: str) -> ModelError:
+    return ModelError(
+        f"{where} reads {what}, and a captured graph would keep what it read in the capture, for ever; draw with torch "
+        f"(torch.rand), pass it to the model as an input, or switch that off (layerdrop=0, mask_time_prob=0)"
+    )
+
+
+@contextmanager
+def watched_calls(where: RunningModule) -> Iterator[None]:
+    """Refuse a call of a clock or of one of Python's generators inside of a plain forward."""
+    found: list[tuple[str, str]] = []
+
+    def on_call(frame: Any, event: str, called: Any) -> None:
+        if event == "c_call" and not found:
+            what = _source(called)
+            if what and not frame.f_code.co_filename.startswith(_TORCH):
+                found.append((str(where), what))
+
+    before, collects = sys.getprofile(), gc.isenabled()
+    with where.watched():
+        gc.disable()  # what is called when garbage is collected (`gc.callbacks`) would be taken for the model's
+        sys.setprofile(on_call)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+            if collects:
+                gc.enable()
+    if found:
+        raise _refusal(*found[0])
+
+
+def _source(called: Any) -> str:
+    """Describe what a built-in function reads that no one gave it; mostly nothing."""
+    name, owner = getattr(called, "__name__", ""), getattr(called, "__self__", None)
+    if name in _DRAWS and isinstance(owner, random.Random):
+        return "random numbers of Python's random"
+    if name in _CLOCKS and getattr(called, "__module__", "") == "time":
+        return f"a clock (time.{name})"
+    if name in _TODAY and isinstance(owner, type) and issubclass(owner, datetime.date):
+        return f"a clock ({owner.__name__}.{name})"
+    return "random numbers of the operating system" if name == "urandom" else ""
+
+
+class RandomDraws:
+    """Whether runs of a model draw from Python's or numpy's generators.
+
+    In a capture torch's must not move either, because its operations do not draw then; but generators that do not
+    belong to the model may, because export has some of its own. A generator that moves may have been drawn from by
+    another thread: it counts if it moves again in a second run.
+    """
+
+    def __init__(self, model: nn.Module, *, capture: bool) -> None:
+        self._model, self._torchs = model, capture
+        self._generators, self._usual = generators_of(model, everywhere=not capture), global_states()
+        self._moved: set[str] = set()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        before = states_of(self._generators, self._torchs)
+        yield
+        now = states_of(self._generators, self._torchs)
+        self._moved = {whose for (whose, was), (_, is_now) in zip(before, now, strict=True) if was != is_now}
+
+    def never(self, run: Callable[[], Result]) -> Result:
+        """Return what `run`, which goes through `watched`, returns; refuse one that draws."""
+        for _ in range(2):
+            result = run()
+            if not self._moved:
+                return result
+        put_back(self._usual)
+        raise _refusal(type(self._model).__name__, f"random numbers of {' and '.join(sorted(self._moved))}")

@@ -1,10 +1,9 @@
 """What the operations of a graph do to their tensors: share memory, write in place, draw, or only look at inputs.
 
-A captured graph is not functional: `relu_` writes into its argument and a view shares its
-base's memory, as in the model itself. To cut it anywhere one has to know which values are one
-memory (a *group*), who writes into it, and which operations are *free*: they depend on the
-model's inputs, constants and unchanging buffers alone and draw nothing (masks, positions,
-sizes), so that each stage can make them for itself and nothing needs to cross.
+A captured graph is not functional: `relu_` writes into its argument and a view shares its base's memory. To cut it
+anywhere one has to know which values are one memory (a *group*), who writes into it, and which operations are *free*:
+they depend on inputs, constants and unchanging buffers alone and draw nothing (masks, positions, sizes), so that each
+stage can make them for itself and nothing needs to cross.
 """
 
 from __future__ import annotations
@@ -49,21 +48,23 @@ class Values:
                 self.writers.setdefault(group, []).append(node)
         self._check_constants()
         self.same_as = {node: source for node in self.nodes if (source := _in_place_of(node)) is not None}
-        self.lasting = frozenset(group for node in state for group in self.groups[node])  # it outlives a forward
+        self.lasting = frozenset(
+            group for node in state for group in self.groups[node]
+        )  # Memory that outlives a forward.
         self.free = self._free()
 
     def root(self, group: int) -> Node:
-        """The first tensor that has this memory: all others are views of it."""
+        """Return the first tensor that has this memory: all others are views of it."""
         return next(node for node in self.members[group] if isinstance(node.meta.get("val"), Tensor))
 
     def same(self, node: Node) -> Node:
-        """The tensor itself, where `node` is the result of writing into it."""
+        """Return the tensor itself, where `node` is the result of writing into it."""
         while node in self.same_as:
             node = self.same_as[node]
         return node
 
     def _check_constants(self) -> None:
-        """What a forward writes must be a buffer, which the stages have and the microbatches see to in turn."""
+        """Refuse a tensor that is written to and no buffer: in a graph it would be a constant."""
         for node, name in self.capture.constant_names.items():
             if any(group in self.writers for group in self.groups[node]):
                 raise ModelError(
@@ -89,12 +90,10 @@ class Values:
             spoiled |= more
 
     def _only_writes(self, node: Node) -> bool:
-        """A write whose result nobody uses: `mask[0] = 1`."""
         return not node.users and bool(self.writes[node]) and not draws(node, self.capture.graph_module)
 
 
 def _tensors(node: Node) -> list[Tensor]:
-    """The tensors that an operation makes, as the capture saw them."""
     return [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
 
 
@@ -103,7 +102,7 @@ def _storages(node: Node) -> frozenset[int]:
 
 
 def _in_place_of(node: Node) -> Node | None:
-    """The argument that the node returns after writing into it."""
+    """Return the argument that the node returns after writing into it."""
     if not isinstance(node.target, OpOverload) or len(node.target._schema.returns) != 1:
         return None
     returned = node.target._schema.returns[0].alias_info
@@ -138,7 +137,7 @@ def _written_arguments(node: Node, module: GraphModule) -> list[Node]:
         for body in _bodies(node, module):
             inputs = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
             places = [place for place, inner in enumerate(inputs) if _is_written(inner, body)]
-            # where the body's inputs are not simply the operands, any of them may be meant
+            # The body's inputs may not simply be the operands: then any of them may be meant.
             if places:
                 written += [operands[place] for place in places] if len(inputs) == len(operands) else operands
         return written
@@ -169,13 +168,11 @@ def draws(node: Node, module: GraphModule) -> bool:
 
 
 def _is_arithmetic(node: Node) -> bool:
-    """Python's own functions on sizes, and torch's symbolic ones."""
+    """Recognise Python's own functions on sizes, and torch's symbolic ones."""
     return node.target is operator.getitem or getattr(node.target, "__module__", "") in ("_operator", "math", "torch")
 
 
 def size_in_bytes(node: Node) -> float:
-    """The bytes of the tensors that an operation makes, at the sizes of the example."""
-
     def length(size: Any) -> float:
         return float(size if isinstance(size, int) else size.node.hint or 1)
 

@@ -1,9 +1,8 @@
 """One stage of a captured model, as the runtime sees it.
 
-The stage's module has no forward: it holds the parameters and buffers that the stage's graph
-reads, the user's own objects under their own names, and its training flag says which capture is
-run. A capture for the other mode, or for sizes that the first does not hold for, is made when it
-is first needed, and cut in the same places.
+The stage's module has no forward: it holds the parameters and buffers that the stage's graph reads, the user's own
+objects under their own names. A capture for another mode, or for sizes that the first does not hold for, is made when
+it is first needed, and cut in the same places.
 """
 
 from __future__ import annotations
@@ -11,18 +10,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.devices import device_types
 from penstock.errors import ModelError
-from penstock.model.export.capture import Capture, capture
-from penstock.model.export.containers import Arguments, as_contiguous, is_channels_last, put_together, take_apart
+from penstock.model.export.capture import Arguments, Capture, Inputs, capture, is_channels_last, put_together
 from penstock.model.export.cut_places import GraphCut, find_cuts
 from penstock.model.export.operations import Values
 from penstock.model.export.proof import prove, runs
@@ -36,11 +33,10 @@ from penstock.model.part import OUTPUT, Names, StagePart
 from penstock.model.replay.modes import in_modes
 from penstock.schedule.topology import Topology
 
-MOST_CAPTURES = 16  # of one setting, and settings: one that changes at every step would capture for ever
+MOST_CAPTURES = 16  # Captures of one setting, and settings: one that changes at every step would capture for ever.
 
 
 def all_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and buffer by every name that it has."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -63,7 +59,7 @@ class Program:
 
     capture: Capture
     stages: list[StageGraph]
-    autocast: Any = field(default_factory=_autocast)  # under which it was captured: its types are in the graph
+    autocast: Any = field(default_factory=_autocast)  # The state at its capture: its types are in the graph.
 
 
 class GraphPrograms:
@@ -86,9 +82,9 @@ class GraphPrograms:
         self._refused: dict[tuple[bool, ...], str] = {}
         self._lock = threading.Lock()
         self.topology = Topology(len(first.stages), _edges(first))
-        self.held: list[set[str]] = []  # by stage: the names of what it holds
+        self.held: list[set[str]] = []  # Names of what each stage holds.
 
-    def prove(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def prove(self, inputs: Inputs) -> None:
         """Check that the graph computes what the model does, and note what other modes would be refused for.
 
         A model that is all in eval mode, as `from_pretrained` returns it, will be trained: that graph is made and
@@ -97,26 +93,25 @@ class GraphPrograms:
         if is_lazy(self._model):
             return  # nothing can be run
         (first,) = self._made[self._key(self.modes)]
-        prove(self._model, self._arguments, first.capture, first.stages, args, kwargs)
+        prove(self._model, self._arguments, first.capture, first.stages, inputs)
         for modes in {(True,) * len(self.modes), (False,) * len(self.modes)} - {self.modes}:
             with in_modes(self._modules, modes):
                 try:
-                    if runs(self._model, self._arguments, args, kwargs) and any(modes) and not any(self.modes):
-                        made = self._captured(modes, args, kwargs)
+                    if runs(self._model, self._arguments, inputs) and any(modes) and not any(self.modes):
+                        made = self._captured(modes, inputs)
                         if made is not None:
-                            prove(self._model, self._arguments, made.capture, made.stages, args, kwargs)
+                            prove(self._model, self._arguments, made.capture, made.stages, inputs)
                 except ModelError as error:
                     self._refused[modes] = str(error)
 
-    def _captured(self, modes: tuple[bool, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program | None:
-        """The program in that mode, if there is one for these inputs: another microbatch may have another answer."""
+    def _captured(self, modes: tuple[bool, ...], inputs: Inputs) -> Program | None:
+        """Return the program in that mode; None where these inputs have none, as another microbatch may."""
         try:
-            return self._at(modes, args, kwargs)[0]
+            return self._at(modes, inputs)
         except ModelError:
             return None
 
     def follow(self) -> None:
-        """Take note of what the model is set to."""
         self.modes = tuple([module.training for module in self._modules])
         self._settings = _settings(self._modules, self._kept)
 
@@ -124,25 +119,23 @@ class GraphPrograms:
         return modes, self._settings
 
     def find(self, training: bool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Program, list[Any]]:
-        """The program for these inputs, and their tensors; in evaluation, that of a model all in eval mode."""
-        return self._at(self.modes if training else (False,) * len(self.modes), args, kwargs)
+        """Return the program for these inputs, and their tensors; in evaluation, that of a model all in eval mode."""
+        inputs = self._arguments.inputs(args, kwargs)
+        return self._at(self.modes if training else (False,) * len(self.modes), inputs), inputs.tensors
 
-    def _at(self, modes: tuple[bool, ...], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Program, list[Any]]:
-        tensors: list[Any] = []
-        plain = take_apart(self._arguments.named(args, kwargs), "input", tensors).key()
-        tensors = [as_contiguous(tensor) for tensor in tensors]
-        sizes = tuple((tensor.shape, tensor.dtype, is_channels_last(tensor)) for tensor in tensors)
+    def _at(self, modes: tuple[bool, ...], inputs: Inputs) -> Program:
         if modes in self._refused:
             raise ModelError(self._refused[modes])
-        key = (self._key(modes), plain, sizes, _autocast())
+        sizes = tuple((tensor.shape, tensor.dtype, is_channels_last(tensor)) for tensor in inputs.tensors)
+        key = (self._key(modes), inputs.template.key(), sizes, _autocast())
         known = self._known.get(key)
         if known is None:
             with self._lock:
-                known = self._known.put(key, self._find(modes, plain, tensors, args, kwargs))
-        return known, tensors
+                known = self._known.put(key, self._find(modes, inputs))
+        return known
 
-    def _find(self, modes: tuple[bool, ...], plain: Any, tensors: list[Any], args: Any, kwargs: Any) -> Program:
-        reasons = []
+    def _find(self, modes: tuple[bool, ...], inputs: Inputs) -> Program:
+        reasons, plain = [], inputs.template.key()
         made_so_far = self._made.setdefault(self._key(modes), [])
         for program in made_so_far:
             if program.capture.key != plain:
@@ -150,7 +143,7 @@ class GraphPrograms:
             elif program.autocast != _autocast():
                 reason = "another state of torch.autocast"
             else:
-                reason = program.capture.misfit(tensors)
+                reason = program.capture.misfit(inputs.tensors)
             if reason is None:
                 return program
             reasons.append(reason)
@@ -166,8 +159,8 @@ class GraphPrograms:
                 f"because a graph has them built in; make a value that changes often a registered buffer"
             )
         with in_modes(self._modules, modes), with_memory(self._model), self._at_home():
-            args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self._home), (args, kwargs))
-            made = capture(self._model, self._arguments, args, kwargs)
+            at_home = replace(inputs, tensors=[tensor.to(self._home) for tensor in inputs.tensors])
+            made = capture(self._model, self._arguments, at_home)
         values = Values(made)
         tensors_of = all_tensors(self._model)
         program = Program(made, build_stages(values, find_cuts(values, tensors_of, self._cuts), self._home))
@@ -182,7 +175,7 @@ class GraphPrograms:
         return moved(self._model, partial(torch.zeros_like, device=self._home))
 
     def _check(self, program: Program, tensors: dict[str, Tensor], mode: str, reasons: list[str]) -> None:
-        """The stages must need nothing that was not arranged at the first capture."""
+        """Refuse stages that need something which was not arranged at the first capture."""
         why = f"; it was captured again for {mode}" + (f" because of {reasons[-1]}" if reasons else "")
         new = sorted(_edges(program) - set(self.topology.edges))
         if new:
@@ -205,7 +198,7 @@ def _edges(program: Program) -> set[tuple[int, int]]:
 
 
 def _settings(modules: Sequence[nn.Module], kept: list[Any]) -> Any:
-    """What a graph of these modules has built in, beside their modes."""
+    """Return what a graph of these modules has built in, beside their modes."""
     return tuple(
         (
             tuple([(name, value_key(value, kept)) for name, value in vars(module).items() if name not in OWN]),
@@ -216,7 +209,7 @@ def _settings(modules: Sequence[nn.Module], kept: list[Any]) -> Any:
 
 
 def _table(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Where the tensor of that name is kept: read anew each time, as moving or loading may replace it."""
+    """Find where the tensor of that name is kept: read anew each time, as moving or loading may replace it."""
     path, _, leaf = name.rpartition(".")
     holder = module.get_submodule(path)
     return (holder._parameters if leaf in holder._parameters else holder._buffers), leaf
@@ -227,8 +220,6 @@ def _kind(tensor: Tensor | None) -> Any:
 
 
 class GraphPart(StagePart):
-    """A stage, as the runtime sees it."""
-
     follows = True
     reads_inputs = True  # inputs are read where they are needed
     captured = True
@@ -242,17 +233,17 @@ class GraphPart(StagePart):
         self.copied = list(model.modules())
         self._programs = programs
         self._is_last = index == programs.topology.stages - 1
-        self._tables = {name: _table(module, own) for name, own in aliases.items()}  # by every name that a tensor has
+        self._tables = {name: _table(module, own) for name, own in aliases.items()}
         holders = dict(model.named_modules(remove_duplicate=False))
         places = [(name, *name.rpartition(".")[::2]) for name, _ in module.named_buffers(remove_duplicate=False)]
         self._buffers = {name: (holders[path], leaf, holders[path]._buffers[leaf]) for name, path, leaf in places}
 
     def begin(self, settings: Sequence[AttributeChange]) -> None:
-        """What was set since the capture needs another one."""
+        """Take note of what was set since the capture: it needs another one."""
         self.follow(settings)
 
     def follow(self, changes: Sequence[AttributeChange]) -> None:
-        """Another buffer in the user's model takes its place here; other settings need another capture."""
+        """Put another buffer of the user's model in its place here; other settings need another capture."""
         replaced = False
         for name, (holder, leaf, seen) in self._buffers.items():
             now = holder._buffers.get(leaf)

@@ -1,16 +1,17 @@
 """Whether a captured graph is the model's function: run beside the model, before anything is trained with it.
 
-Export notes what one forward did. A forward that would do something else the next time, because it reads a clock, a
-counter or random numbers that are not torch's, or that behaves in another way while it is exported, has no graph. So
-the model and the stages of its graph run on the example, on it once more, and on other values of the same shapes: same
-outputs to rounding, same buffers, same parameters behind each output that wants a gradient. Nothing of that stays.
+Export notes what one forward did. One that would do something else the next time, or behaves in another way while it is
+exported, has no graph. So the model and the stages of its graph run on the example, on it once more, and on other
+values of the same shapes: same outputs to rounding, same buffers, same parameters behind each output that wants a
+gradient. Nothing of that stays.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,37 +19,27 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from penstock.errors import ModelError, PenstockError, UsageError
-from penstock.model.export.capture import Capture
-from penstock.model.export.containers import Arguments, Template, as_contiguous, put_together, take_apart
-from penstock.model.export.effects import RunningModule
-from penstock.model.export.nondeterminism import RandomDraws, watched_calls
+from penstock.model.export.capture import Arguments, Capture, Inputs, Template, fresh, put_together, take_apart
+from penstock.model.export.effects import RandomDraws, RunningModule, watched_calls
 from penstock.model.export.stage_graphs import StageGraph
 from penstock.model.random_states import random_state, restore_random
 from penstock.model.replay.recording.undo import undone
 from penstock.model.run_kind import DRY, run_as
 
 SEED = 20
-ROUNDINGS = 256  # of the largest entry: the same operations, but perhaps by other kernels
+ROUNDINGS = 256  # Share of the largest entry: the same operations, but perhaps by other kernels.
 RunResult = tuple[list[Any], Template, dict[str, Tensor]]  # the output's tensors and the rest of it; buffers
 
 
 def prove(
-    model: nn.Module,
-    arguments: Arguments,
-    capture: Capture,
-    stages: Sequence[StageGraph],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    model: nn.Module, arguments: Arguments, capture: Capture, stages: Sequence[StageGraph], inputs: Inputs
 ) -> None:
-    """Refuse a graph that is not what the model computes."""
-    form, (named, tensors) = arguments.form(args, kwargs), _input_tensors(arguments, args, kwargs)
-
     def plain(given: Sequence[Any]) -> RunResult:
-        return _run_plain(model, lambda: arguments.call(model, form, _filled(named, given)))
+        return _run_plain(model, lambda: arguments.call(model, inputs, [*map(fresh, given)]))
 
-    graph = _Graph(model, capture, stages)
+    graph = partial(_run_graph, model, capture, stages)
     try:
-        first = plain(tensors)
+        first = plain(inputs.tensors)
     except PenstockError:
         raise
     except Exception as error:
@@ -56,26 +47,29 @@ def prove(
             f"example=: {type(model).__name__} cannot be run on it ({type(error).__name__}: {error}); pass the inputs "
             f"as the model takes them"
         ) from error
-    _compare(model, first, plain(tensors), "twice on the same input", "its own first result")
+    _compare(model, first, plain(inputs.tensors), "twice on the same input", "its own first result")
     for _ in range(2):
-        _compare(model, graph.run(tensors), first, "on the example", "the model")
-    for other in _others(tensors):
+        _compare(model, graph(inputs.tensors), first, "on the example", "the model")
+    for other in _others(inputs.tensors):
         try:
             expected = plain(other)
         except PenstockError:
             raise
-        except Exception:  # the model's own word on values that it does not take, such as positions out of order
+        except Exception:  # The model's own word on values that it does not take, such as positions.
             continue
-        _compare(model, graph.run(other), expected, "on other values of the example's shapes", "the model")
+        _compare(model, graph(other), expected, "on other values of the example's shapes", "the model")
         return
 
 
-def runs(model: nn.Module, arguments: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the model runs on the example as it is now; clocks or random numbers that are not torch's are refused."""
-    form, (named, tensors) = arguments.form(args, kwargs), _input_tensors(arguments, args, kwargs)
+def runs(model: nn.Module, arguments: Arguments, inputs: Inputs) -> bool:
+    """Return whether the model runs on the example as it is now; refuse clocks, and random numbers not of torch."""
+
+    def call() -> Any:
+        return arguments.call(model, inputs, [*map(fresh, inputs.tensors)])
+
     try:
         draws = RandomDraws(model, capture=False)
-        draws.never(lambda: _run_plain(model, lambda: arguments.call(model, form, _filled(named, tensors)), draws))
+        draws.never(lambda: _run_plain(model, call, draws))
     except PenstockError:
         raise
     except Exception:  # the model's own: the example may be none for this mode, as one row for a batch norm
@@ -83,24 +77,9 @@ def runs(model: nn.Module, arguments: Arguments, args: Sequence[Any], kwargs: Ma
     return True
 
 
-def _input_tensors(arguments: Arguments, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Template, list[Any]]:
-    tensors: list[Any] = []
-    named = take_apart(arguments.named(args, kwargs), "input", tensors)
-    return named, [as_contiguous(tensor) for tensor in tensors]
-
-
-def _filled(named: Template, tensors: Sequence[Any]) -> Any:
-    """The inputs by name, in memory of their own: a forward may write to them."""
-    return put_together(named, [_fresh(tensor) for tensor in tensors])
-
-
-def _fresh(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
 @contextmanager
 def _seeded() -> Iterator[None]:
-    """A context with gradients, of which nothing is saved, and with known random numbers."""
+    """Run with gradients, of which nothing is saved, and with known random numbers."""
     before = random_state()
     try:
         torch.manual_seed(SEED)
@@ -115,7 +94,7 @@ def _never_unpack(_: Any) -> Tensor:
 
 
 def _run_plain(model: nn.Module, call: Callable[[], Any], draws: RandomDraws | None = None) -> RunResult:
-    """What the model itself gives; nothing of the run stays in it."""
+    """Return what the model itself gives; nothing of the run stays in it."""
     with undone(model), _seeded(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what the model has to say, it says when it trains
         with watched_calls(RunningModule(model)), nullcontext() if draws is None else draws.watched():
@@ -123,27 +102,21 @@ def _run_plain(model: nn.Module, call: Callable[[], Any], draws: RandomDraws | N
         return _result(output, {name: buffer.clone() for name, buffer in model.named_buffers()})
 
 
-class _Graph:
-    """The stages of its graph, one after the other."""
-
-    def __init__(self, model: nn.Module, capture: Capture, stages: Sequence[StageGraph]) -> None:
-        self._capture, self._stages = capture, stages
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
-        self._buffers = dict(model.named_buffers(remove_duplicate=False))
-        self._own = [name for name, _ in model.named_buffers()]
-
-    def run(self, tensors: Sequence[Any]) -> RunResult:
-        copies = {id(buffer): buffer.detach().clone() for buffer in self._buffers.values()}
-        state = self._parameters | {name: copies[id(buffer)] for name, buffer in self._buffers.items()}
-        inputs = [_fresh(tensor) for tensor in tensors]
-        arrived: list[dict[int, Any]] = [{} for _ in self._stages]  # by stage, from each producing one
-        found: list[Any] = []
-        with _seeded():
-            for index, stage in enumerate(self._stages):
-                sent, found = stage.run(state, inputs, arrived[index])
-                for target, values in sent.items():
-                    arrived[target][index] = values
-        return _result(put_together(self._capture.output, found), {name: state[name] for name in self._own})
+def _run_graph(model: nn.Module, capture: Capture, stages: Sequence[StageGraph], tensors: Sequence[Any]) -> RunResult:
+    """Return what the stages of its graph give, one after the other."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    copies = {id(buffer): buffer.detach().clone() for buffer in buffers.values()}
+    state: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    state |= {name: copies[id(buffer)] for name, buffer in buffers.items()}
+    inputs = [*map(fresh, tensors)]
+    arrived: list[dict[int, Any]] = [{} for _ in stages]  # Indexed by stage, then by producing stage.
+    found: list[Any] = []
+    with _seeded():
+        for index, stage in enumerate(stages):
+            sent, found = stage.run(state, inputs, arrived[index])
+            for target, values in sent.items():
+                arrived[target][index] = values
+    return _result(put_together(capture.output, found), {name: state[name] for name, _ in model.named_buffers()})
 
 
 def _result(output: Any, buffers: dict[str, Tensor]) -> RunResult:
@@ -152,7 +125,7 @@ def _result(output: Any, buffers: dict[str, Tensor]) -> RunResult:
 
 
 def _others(tensors: Sequence[Any]) -> Iterator[list[Any]]:
-    """Other inputs of the same shapes: the example's numbers in another order; then floating-point ones only."""
+    """Yield other inputs of the same shapes: the example's numbers in another order; then floating-point ones only."""
     chance = torch.Generator().manual_seed(SEED)
 
     def mixed(tensor: Tensor) -> Tensor:
@@ -198,7 +171,7 @@ def _compare(model: nn.Module, found: RunResult, expected: RunResult, when: str,
 
 
 def _distance(have: Tensor, want: Tensor) -> float:
-    """Relative to the largest entry; 0 where it is rounding."""
+    """Return the largest difference relative to the largest entry; 0 where it is rounding."""
     one, two = have.detach(), want.detach()
     if torch.equal(one, two):
         return 0.0
@@ -215,7 +188,7 @@ def _distance(have: Tensor, want: Tensor) -> float:
 
 
 def _leaves(tensor: Tensor) -> set[int]:
-    """The parameters that a gradient of this tensor would reach."""
+    """Return the parameters that a gradient of this tensor would reach."""
     found, seen, left = set(), set(), [tensor.grad_fn]
     while left:
         node = left.pop()

@@ -1,9 +1,9 @@
 """From cuts to one graph a stage, and what crosses between them.
 
-A value goes straight from the stage that makes it to each that reads it, in the state that it
-has at the end of that stage. Memory that is written in several stages (`x += block(x)` down a
-trunk) goes from writer to writer: only its first tensor crosses, from the last stage before that
-wrote it, the reader makes the views again, and one that writes works on a copy of what arrived.
+A value goes straight from the stage that makes it to each that reads it, in the state that it has at the end of that
+stage. Memory that is written in several stages (`x += block(x)` down a trunk) goes from writer to writer: only its
+first tensor crosses, from the last stage before that wrote it, the reader makes the views again, and one that writes
+works on a copy of what arrived.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class StageGraph:
     state: tuple[tuple[str, tuple[Node, ...]], ...]  # the name that the capture has for it, and who reads it
     constants: tuple[Any, ...]
     inputs: tuple[int, ...]
-    arrivals: dict[int, int]  # by producing stage: how many values
-    departures: dict[int, int]  # by consuming stage: how many values; the results of the model come last
-    home: torch.device  # where the model was captured, which is written into operations that make tensors
+    arrivals: dict[int, int]  # Numbers of values, by producing stage.
+    departures: dict[int, int]  # The same, by consuming stage; the results of the model come last.
+    home: torch.device  # The device of the capture is written into operations that make tensors.
     elsewhere: dict[torch.device, tuple[GraphModule, tuple[Any, ...]]] = field(default_factory=dict)
 
     def run(
         self, held: Mapping[str, Any], inputs: Sequence[Any], arrived: Mapping[Any, Sequence[Any]]
     ) -> tuple[dict[int, Any], list[Any]]:
-        """What the stage sends, by consuming stage, and the model's results, if it has them."""
+        """Return what the stage sends, by consuming stage, and the model's results, if it has them."""
         state, given = [held[name] for name, _ in self.state], [inputs[number] for number in self.inputs]
         received = [value for source in self.arrivals for value in arrived[source]]
         here = (each.device for each in (*state, *received, *given) if isinstance(each, torch.Tensor))
@@ -52,7 +52,6 @@ class StageGraph:
         return sent, found
 
     def _on(self, device: torch.device) -> tuple[GraphModule, tuple[Any, ...]]:
-        """Return the function and its constants for a stage that is on that device."""
         if device == self.home:
             return self.function, self.constants
         if device not in self.elsewhere:
@@ -100,7 +99,7 @@ class _Walk:
             return
         self.runs.add(node)
         self._todo.append(node)
-        if node in self.values.free:  # and those who write into it, so far
+        if node in self.values.free:  # Those who write into it so far run, too.
             for group in self.values.groups[node]:
                 for writer in self.values.writers.get(group, ()):
                     if self.values.position[writer] < self.end:
@@ -133,7 +132,7 @@ class _Walk:
             self._run(node)
 
     def _wanders(self, node: Node) -> bool:
-        """Whether a value's memory is written in another stage than the one that makes it, and is no lasting state."""
+        """Return whether a value's memory is written in another stage than makes it, and is no lasting state."""
         for group in self.values.groups[node] - self.values.lasting:
             root = self.values.root(group)
             writers = {self._stage_of(writer) for writer in self.values.writers.get(group, ())}
@@ -142,13 +141,13 @@ class _Walk:
         return False
 
     def _holder(self, root: Node) -> int | None:
-        """The last stage before this one that made or wrote it; None: it is an input that nobody wrote yet."""
+        """Return the last stage before this one that made or wrote it; None: it is an input that nobody wrote yet."""
         writers = [node for group in self.values.groups[root] for node in self.values.writers.get(group, ())]
         touched = [self._stage_of(node) for node in [root, *writers] if node.op != "placeholder"]
         return max((stage for stage in touched if stage < self.stage), default=None)
 
     def is_copied(self, node: Node) -> bool:
-        """Whether the stage writes into something that came from outside and is not its own."""
+        """Return whether the stage writes into something that came from outside and is not its own."""
         groups = self.values.groups[node] - self.values.lasting
         return any(writer in self.runs for group in groups for writer in self.values.writers.get(group, ()))
 

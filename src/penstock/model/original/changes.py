@@ -1,15 +1,11 @@
 """A model that is changed after it was cut. One rule for all ways to cut:
 
-    followed   what its code computes with: modes, plain attributes, buffers (written to or replaced), the values and
-               types of parameters, and whether they are trained
-    refused    what it is made of: modules or parameters that are exchanged, added or taken away (a parametrization
-               does both), and forwards that are replaced
+    followed   what its code computes with: modes, plain attributes, buffers, values and types of parameters
+    refused    what it is made of: modules or parameters that are exchanged, added or taken away, other forwards
 
-Stages by position run the user's own modules, so that much follows by itself; replayed ones run copies of some, and
-graphs have neither: `StagePart.follow` sees to it. What would need another cut, other messages or another optimizer is
-noticed before each step and refused, because each way to cut would otherwise go on with something else. Hooks belong
-to the module that they are on: where that runs as it is, they run; where it is copied, captured or passed over, they
-are refused.
+Stages by position run the user's own modules; replayed ones run copies of some, and graphs have neither:
+`StagePart.follow` sees to it. What would need another cut, other messages or another optimizer is refused before a
+step. Hooks run where their module runs as it is; where it is copied, captured or passed over, they are refused.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,12 +44,11 @@ class Changes:
         self._patched: set[int] = set()
         parameters = _Parameters(parts, dict(named), modules, self._where)
         self._types = _Types(parameters.entries())
-        self._checks: list[_Check] = [
-            _List(model),
-            _Tree(modules, self._where),
+        self._checks: list[_Watched | _Parameters | _Classes] = [
+            _Watched(_entries(model), _other_entries),
+            *_module_checks(modules, copied, self._where),
             parameters,
-            _Code(modules, captured),
-            _Hooks(copied, self._where),
+            *([_Classes(modules)] if captured else []),
         ]
         for part in self._following:  # what was set since the cut, by a state that was loaded or moved here
             part.begin(self._settings.all())
@@ -112,52 +107,60 @@ def _named_modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
 NameOf = Callable[..., str]
 
 
-class _Check(Protocol):
-    """Something about a model that must stay as it was."""
+class _Watched:
+    """Something about a model that must stay as it was: a list that `now` reads, and whose entries `explain` compares.
+
+    `explain` is given an entry's index, what it was and what it is.
+    """
+
+    def __init__(self, now: Callable[[], list[Any]], explain: Callable[[int, Any, Any], str]) -> None:
+        self._now, self._explain = now, explain
+        self._was = [dict(each) if isinstance(each, dict) else each for each in now()]  # Tables change in place.
 
     def fault(self) -> str:
-        """Return what has become of it, or an empty text."""
-        ...
-
-
-class _List:
-    """The entries of a list of stage modules."""
-
-    def __init__(self, model: Any) -> None:
-        self._list: Any = model if isinstance(model, list) else []
-        self._was = list(self._list)
-
-    def fault(self) -> str:
-        if self._list == self._was:  # modules are equal where they are the same
+        now = self._now()
+        if now == self._was:
             return ""
-        return f"the list of stage modules was changed (it has {len(self._list)} entries, and had {len(self._was)})"
+        pairs = zip(self._was, now, strict=True)
+        return next(self._explain(index, was, found) for index, (was, found) in enumerate(pairs) if was != found)
 
 
-class _Tree:
-    """Which modules there are, and of which class."""
+def _entries(model: Any) -> Callable[[], list[Any]]:
+    return lambda: [list(model)] if isinstance(model, list) else []
 
-    def __init__(self, modules: Sequence[nn.Module], where: NameOf) -> None:
-        self._modules = [module for module in modules if not isinstance(module, _SCRIPTED)]
-        self._where = where
-        self._kinds = [type(module) for module in self._modules]
-        self._children = [dict(module._modules) for module in self._modules]
 
-    def fault(self) -> str:
-        if [*map(type, self._modules)] != self._kinds:
-            pairs = zip(self._modules, self._kinds, strict=True)
-            module, kind = next((module, kind) for module, kind in pairs if type(module) is not kind)
-            return f"{self._where(module)} was a {kind.__name__} and is a {type(module).__name__} now"
-        if [module._modules for module in self._modules] != self._children:
-            return next(filter(None, map(self._difference, self._modules, self._children)))
-        return ""
+def _other_entries(index: int, was: list[Any], now: list[Any]) -> str:
+    return f"the list of stage modules was changed (it has {len(now)} entries, and had {len(was)})"
 
-    def _difference(self, module: nn.Module, was: dict[str, nn.Module | None]) -> str:
-        now = module._modules
-        for name in {**was, **now}:
-            if now.get(name) is not was.get(name):
-                what = "exchanged" if now.get(name) and was.get(name) else "added" if now.get(name) else "taken away"
-                return f"{self._where(module, name)} was {what}"
-        return "" if list(now) == list(was) else f"the layers of {self._where(module)} were put into another order"
+
+def _module_checks(modules: Sequence[nn.Module], copied: Sequence[nn.Module], where: NameOf) -> list[_Watched]:
+    """Watch the classes of modules, their forwards, the children, and hooks of modules that do not run as they are."""
+    python = [module for module in modules if not isinstance(module, _SCRIPTED)]
+    kinds: list[Any] = list(dict.fromkeys(map(type, python)))
+    hooks = [(module, name) for module in copied for name in HOOKS if name in vars(module)]
+
+    def other_kind(index: int, was: type, now: type) -> str:
+        return f"{where(python[index])} was a {was.__name__} and is a {now.__name__} now"
+
+    def other_children(index: int, was: dict[str, Any], now: dict[str, Any]) -> str:
+        name = next(name for name in {**was, **now} if now.get(name) is not was.get(name))
+        what = "exchanged" if now.get(name) and was.get(name) else "added" if now.get(name) else "taken away"
+        return f"{where(python[index], name)} was {what}"
+
+    def other_hooks(index: int, was: Any, now: Any) -> str:
+        return (
+            f"a hook was added to {where(hooks[index][0])} or taken from it, whose own code does not run as it is: it "
+            f"is spread over stages, or captured in a graph"
+        )
+
+    return [
+        _Watched(lambda: [*map(type, python)], other_kind),
+        _Watched(lambda: [module._modules for module in python], other_children),
+        _Watched(
+            lambda: [kind.forward for kind in kinds], lambda index, *_: f"{kinds[index].__name__}.forward was replaced"
+        ),
+        _Watched(lambda: [module.__dict__[name] for module, name in hooks], other_hooks),
+    ]
 
 
 class _Parameters:
@@ -182,7 +185,6 @@ class _Parameters:
         return found + [module._parameters.get(leaf) for module, leaf in self._single] if self._single else found
 
     def entries(self) -> list[tuple[nn.Module, str]]:
-        """Return the module and the name there of each of them."""
         return [(module, leaf) for module in self._whole for leaf in module._parameters] + self._single
 
     def fault(self) -> str:
@@ -214,20 +216,16 @@ class _Types:
         return [(self._modules[index], "_parameters") for index in changed]
 
 
-class _Code:
-    """The forwards of classes; where they were captured, all that a class has."""
+class _Classes:
+    """All that the classes of captured modules have."""
 
-    def __init__(self, modules: Sequence[nn.Module], captured: bool) -> None:
-        kinds: list[Any] = [kind for kind in dict.fromkeys(map(type, modules)) if not issubclass(kind, _SCRIPTED)]
-        self._forwards = [(kind, kind.forward) for kind in kinds]
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        kinds = [kind for kind in map(type, modules) if not issubclass(kind, _SCRIPTED)]
         own = dict.fromkeys(base for kind in kinds for base in kind.__mro__ if issubclass(base, nn.Module))
-        self._whole = [(base, dict(vars(base))) for base in own if captured and base is not nn.Module]
+        self._was = [(base, dict(vars(base))) for base in own if base is not nn.Module]
 
     def fault(self) -> str:
-        for kind, forward in self._forwards:
-            if kind.forward is not forward:
-                return f"{kind.__name__}.forward was replaced"
-        for base, was in self._whole:
+        for base, was in self._was:
             now = vars(base)
             if len(was) == len(now) and all(map(is_, was.values(), now.values())):
                 continue
@@ -235,25 +233,3 @@ class _Code:
                 if now.get(name) is not was.get(name) and not name.startswith("__"):
                     return f"{base.__name__}.{name} was replaced"
         return ""
-
-
-class _Hooks:
-    """Hooks of modules that do not run as they are."""
-
-    def __init__(self, modules: Sequence[nn.Module], where: NameOf) -> None:
-        self._where = where
-        self._tables = [(module, name) for module in modules for name in HOOKS if name in vars(module)]
-        self._was = [dict(table) for table in self._now()]
-
-    def _now(self) -> list[Any]:
-        return [module.__dict__[name] for module, name in self._tables]
-
-    def fault(self) -> str:
-        now = self._now()
-        if now == self._was:
-            return ""
-        index = next(index for index, table in enumerate(now) if table != self._was[index])
-        return (
-            f"a hook was added to {self._where(self._tables[index][0])} or taken from it, whose own code does not run "
-            f"as it is: it is spread over stages, or captured in a graph"
-        )

@@ -2,14 +2,14 @@
 
 On processes a rank trains what its own stages hold. What the model has beside that would grow old in silence: a call of
 the model, its `state_dict()`, a norm over its parameters would mix values of today with those of the first step. So
-these tensors are let go in place, wherever they stand (the user's model, an optimizer, a list), and give their memory
-back. Shape, type and device can still be asked for, and there is no gradient: `.grad` is None, so that `zero_grad()`
-and an optimizer of `model.parameters()` pass it over. All else raises an error that names where the values are, and so
-does torch's clipping by norms, which would take this rank's part for the whole.
+these tensors are let go in place, wherever they stand, and give their memory back. Shape, type and device can still be
+asked for, and there is no gradient: `.grad` is None, so that `zero_grad()` and an optimizer of `model.parameters()`
+pass it over. All else raises an error that names where the values are, and so does torch's clipping by norms, which
+would take this rank's part for the whole.
 
-A model that is cut by its forward runs the code between its units on every stage, and that code may compute with such a
-tensor as long as nothing of this stage depends on the result. There one element, expanded, takes its place, and
-`stand_ins` hears of it.
+The code between the units of a model that is cut by its forward runs on every stage, and may compute with such a tensor
+as long as nothing of this stage depends on the result. There one element, expanded, takes its place, and `stand_ins`
+hears of it.
 """
 
 from __future__ import annotations
@@ -30,21 +30,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from penstock.errors import ModelError
 from penstock.model.run_kind import EVERYWHERE, run_kind
 
-_LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous})
-_METHODS = (
-    "dim", "element_size", "get_device", "is_complex", "is_floating_point", "is_inference", "is_signed", "ndimension",
-    "nelement", "numel", "requires_grad_", "size", "__len__",
-)  # fmt: skip
-_ATTRIBUTES = (
-    "_backward_hooks", "_version", "device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_mkldnn",
-    "is_nested", "is_quantized", "is_sparse", "is_sparse_csr", "itemsize", "layout", "name", "nbytes", "ndim",
-    "requires_grad", "shape",
-)  # fmt: skip
-_ABOUT: frozenset[Any] = frozenset(  # what says something about a tensor, and nothing of its values
-    [getattr(Tensor, name) for name in _METHODS if hasattr(Tensor, name)]
-    + [getattr(Tensor, name).__get__ for name in _ATTRIBUTES if hasattr(Tensor, name)]
-    + [Tensor.requires_grad.__set__]  # type: ignore[attr-defined]
-)
+# These say something about a tensor, and nothing of its values; so do attributes that are no tensors.
+_ABOUT: frozenset[Any] = frozenset({
+    Tensor.dim, Tensor.element_size, Tensor.get_device, Tensor.is_complex, Tensor.is_floating_point,
+    Tensor.is_inference, Tensor.is_signed, Tensor.ndimension, Tensor.nelement, Tensor.numel, Tensor.requires_grad_,
+    Tensor.size, Tensor.__len__, Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+})  # fmt: skip
 _GRAD: Any = Tensor.grad
 _GRADIENT: frozenset[Any] = frozenset({_GRAD.__get__, _GRAD.__set__})
 _CLIPPING = "torch.nn.utils.clip_grad"
@@ -89,13 +80,14 @@ class _Away:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _ABOUT:
+        if func in _GRADIENT:
+            if _has_no_gradient(*args):
+                return None
+        elif func in _ABOUT or func.__name__ == "__get__":
             with _bare():
-                return func(*args, **kwargs)
-        if func in _GRADIENT and _has_no_gradient(*args):
-            return None
-        if func in _LAYOUT:
-            return func(_blank_as_it_was(args[0]), *args[1:], **kwargs)
+                found = func(*args, **kwargs)
+            if not isinstance(found, Tensor) or found is args[0]:
+                return found
         if run_kind() == EVERYWHERE:
             args, kwargs = pytree.tree_map_only(_Away, _stand_in, (args, kwargs))
             return func(*args, **kwargs)
@@ -135,7 +127,6 @@ def _away_kind(kind: Any) -> Any:
 
 
 def is_away(tensor: Any) -> bool:
-    """Return whether the tensor was let go."""
     return isinstance(tensor, _Away)
 
 
@@ -160,7 +151,7 @@ def let_go(tensor: Tensor, home: Home, stride: tuple[int, ...] | None = None) ->
         phase = tensor.data_ptr() % 64
         stride = tensor.stride() if stride is None else stride
         tensor.grad = None
-        tensor.data = _one_element(tensor)
+        tensor.data = one_element(tensor, tensor.device, float("nan"))  # for whoever reads it all the same
     _STATES[tensor] = _Released(home, kind, stride, phase)
     tensor.__class__ = _away_kind(kind)
 
@@ -206,21 +197,14 @@ def blank(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.zeros_like(tensor, device=device)
 
 
-def _one_element(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same shape with the memory of one element; whoever reads it all the same gets NaN."""
-    value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-    return torch.full((), value, dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-
-
-def _blank_as_it_was(tensor: Tensor) -> Tensor:
-    stride = _STATES[tensor].stride
-    with _bare():
-        stride = tensor.stride() if stride is None else stride
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="meta")
+def one_element(like: Any, device: torch.device, value: float = 0.0) -> Tensor:
+    """Return a tensor of the shape and type of `like` with the memory of one element; only floats have the value."""
+    value = value if like.dtype.is_floating_point or like.dtype.is_complex else 0
+    return torch.full((), value, dtype=like.dtype, device=device).expand(like.shape)
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
-    made = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    made = one_element(tensor, tensor.device)
     add: Callable[[list[Tensor]], None] | None = getattr(stand_ins, "add", None)
     if add is not None:
         add([made])

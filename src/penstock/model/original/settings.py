@@ -82,7 +82,6 @@ class ModuleSettings:
         return [(module, name) for module, known in self._known for name in known]
 
     def is_unchanged(self, module: nn.Module, name: str) -> bool:
-        """Return whether an attribute is the one of the last look."""
         return vars(module).get(name, _ABSENT) is self._by_module[id(module)].get(name, _ABSENT)
 
     def put(self, module: nn.Module, name: str, value: Any) -> None:
@@ -132,7 +131,6 @@ def _members(value: Any) -> Iterable[Any]:
 
 
 def _contents(value: Any, objects: bool, depth: int = DEPTH) -> list[Any]:
-    """Return all that is in a container, and in the containers in it, in order."""
     found: list[Any] = []
     for member in _members(value):
         found.append(member)

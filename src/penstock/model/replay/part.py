@@ -30,22 +30,18 @@ from penstock.model.names import dotted_name
 from penstock.model.original.placeholders import is_away, stand_ins
 from penstock.model.original.settings import AttributeChange, ModuleSettings
 from penstock.model.part import OUTPUT, WHOLE_MODEL, Names, StagePart, state_names
-from penstock.model.replay.checkpointed_units import cannot_repeat, check_reentrant
-from penstock.model.replay.divergence import check_returned, diverged, stale
-from penstock.model.replay.plan import GLUE, StagePlan
+from penstock.model.replay.plan import GLUE, StagePlan, cannot_repeat, check_reentrant, check_returned, diverged, stale
 from penstock.model.replay.recording.marks import Absent
-from penstock.model.replay.recording.nested_values import flatten, tensors_in, unflatten
-from penstock.model.replay.recording.unit_calls import Leaf, Mark, shapes_of
+from penstock.model.replay.recording.unit_calls import Leaf, Mark, flatten, shapes_of, tensors_in, unflatten
 from penstock.model.replay.shapes import Shapes, stand_in
-from penstock.model.replay.stage_units import GlueTensors, StageUnits
-from penstock.model.replay.tree import Twins, stage_tree
-from penstock.model.replay.unit_state.guard import Guard
+from penstock.model.replay.tree import GlueTensors, StageUnits, Twins, stage_tree
+from penstock.model.replay.unit_state.shared_state import Guard
 from penstock.model.replay.unit_state.sinks import Sinks
 from penstock.model.run_kind import EVERYWHERE, run_as
 
 
 class _PassEnded(BaseException):
-    """The rest of the forward is of no use to this stage. No `except Exception` may stop it."""
+    """Ends a forward whose rest is of no use to this stage. No `except Exception` may stop it."""
 
 
 class _Replay:
@@ -63,15 +59,13 @@ class _Replay:
         self.checkpoint: Callable[..., Any] | None = None  # around the unit call that comes
 
     def not_followed(self) -> AbstractContextManager[Any]:
-        """What runs inside may do with stand-ins what it likes."""
+        """Let what runs inside do with stand-ins what it likes."""
         return nullcontext() if self.absent is None else self.absent.paused()
 
 
 class ReplayPart(StagePart):
-    """A stage, as the runtime sees it."""
-
     follows = True
-    reads_inputs = True  # and every keyword argument: the glue may read any of them
+    reads_inputs = True  # The glue may read any of them.
 
     def __init__(
         self,
@@ -98,7 +92,7 @@ class ReplayPart(StagePart):
                     module.__dict__[name] = self._between(module, name, value)
         self._always_follow = plan.recording.reads_values or plan.recording.draws_in_glue
         self._followed: LruCache[bool] = LruCache()  # kinds of microbatches for which the plan has been seen to hold
-        self.filling = 0.0  # of stand-ins; a check fills them with what must not matter
+        self.filling = 0.0  # Fills stand-ins; a check fills them with what must not matter.
         modules = dict(model.named_modules())
         units = {name: modules[name] for name in owned}
         self._twins = Twins(model, self._root, units.values())
@@ -128,7 +122,7 @@ class ReplayPart(StagePart):
         self._out = {target: marks for (source, target), marks in plan.crossing.items() if source == index}
 
     def reads(self) -> Iterable[Tensor]:
-        """The buffers of the code between units, which every stage runs, and what it has read of units themselves."""
+        """Return the buffers of the code between units, which every stage runs, and what it has read of units."""
         found = [buffer for module in self.module.__dict__["_glue"] for buffer in module._buffers.values()]
         for unit, places in self._plan.recording.guarded.items():
             inner = dict(self._model.get_submodule(unit).named_modules())
@@ -136,20 +130,20 @@ class ReplayPart(StagePart):
         return [buffer for buffer in found if buffer is not None]
 
     def settle(self) -> None:
-        """The plan has to hold without the values of other stages: it is looked at once more."""
+        """Look at the plan once more: it has to hold without the values of other stages."""
         self._followed.clear()
 
     def before_sharding(self) -> None:
-        """What units return is to be known all the same; the parts of one model share that."""
+        """Note what units return while parameters are whole; the parts of one model share that."""
         self._shapes.keep()
 
     def poison(self) -> bool:
-        """What stands for the outputs of other stages' units is NaN."""
+        """Let NaN stand for the outputs of other stages' units."""
         self.filling = float("nan")
         return True
 
     def follow(self, changes: Sequence[AttributeChange]) -> None:
-        """What was set on the user's modules, on their copies; buffers that the user replaced, in the stage's own."""
+        """Set on the copies what was set on the user's modules; take over buffers that the user replaced."""
         self.begin(changes)
         if changes:
             self._shapes.forget()
@@ -162,7 +156,7 @@ class ReplayPart(StagePart):
             self._followed.clear()
 
     def fault(self) -> str:
-        """A mode in which the model's forward was not looked at may need another plan."""
+        """Name a mode in which the model's forward was not looked at, and which may need another plan."""
         untried = self._plan.recording.untried
         if untried is None or not any(module.training for module in untried.modules):
             return ""
@@ -172,15 +166,14 @@ class ReplayPart(StagePart):
         )
 
     def give_back(self, settings: ModuleSettings) -> None:
-        """Units get what their code has set on their copies, as if they had run themselves."""
         self._twins.give_back(settings)
 
     def _between(self, module: nn.Module, name: str, value: Any) -> Any:
-        """What the code between units gets in the place of an attribute of the user's."""
+        """Return what the code between units gets in the place of an attribute of the user's."""
         if name == "_gradient_checkpointing_func" and value is not None:
             return self._checkpointed(value)
         if name == "use_nested_tensor" and isinstance(module, nn.TransformerEncoder):
-            return False  # in eval mode, what it hands on would have no shape
+            return False  # What it hands on in eval mode would have no shape.
         return value
 
     def run(self, arrived: Mapping[int, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int, Any]:
@@ -224,7 +217,7 @@ class ReplayPart(StagePart):
         return result
 
     def _kind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """All that the model's code can see of a microbatch without reading a tensor: it may decide the data flow."""
+        """Return all that the model's code can see of a microbatch without reading a tensor: it may decide the path."""
         modes = tuple([module.training for module in self._modes])
         return shapes_of((args, dict(kwargs)), (modes, torch.is_grad_enabled()))
 
@@ -257,7 +250,7 @@ class ReplayPart(StagePart):
         stages = {self._plan.stage_of[number] for number in numbers}
         if stages == {GLUE}:
             return own(*args, **kwargs)
-        if stages != {self.index} or len(numbers) > 1:  # which of its calls it is, nothing says
+        if stages != {self.index} or len(numbers) > 1:  # Nothing says which of its calls it is.
             raise cannot_repeat(name)
         with self.around(numbers[0]):
             return own(*args, **kwargs)
@@ -316,13 +309,13 @@ class ReplayPart(StagePart):
         return self._handed(number, unflatten(leaves, spec), Sinks(args, kwargs) if call.adds else None)
 
     def _shapes_of(self, run: _Replay, number: int, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-        """What a call returns for such arguments; to find out, the unit may have to run, and decide by their values."""
+        """Return what a call returns for such arguments; to find out, the unit may have to run."""
         call = self._plan.recording.calls[number]
         with run.not_followed():
             return self._shapes.of(number, call, args, kwargs, self._modes_of[call.unit].training)
 
     def _handed(self, number: int, value: Any, sinks: Sinks | None) -> Any:
-        """What the model's code gets of a call: the output, and in its lists what belongs there."""
+        """Return what the model's code gets of a call: the output, and in its lists what belongs there."""
         if not self._plan.recording.calls[number].adds or sinks is None:
             return value
         output, added = value
@@ -331,7 +324,7 @@ class ReplayPart(StagePart):
         return output
 
     def _checkpointed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The model's code checkpoints a unit's call: here the checkpoint goes into the call, around the unit only."""
+        """Move a checkpoint of the model's code around a unit's call into the call, around the unit only."""
 
         def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             run: _Replay = self._local.run

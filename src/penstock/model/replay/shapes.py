@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.model.lru_cache import LruCache
-from penstock.model.original.placeholders import blank, is_away
-from penstock.model.replay.recording.nested_values import flatten, tensors_in, unflatten
-from penstock.model.replay.recording.unit_calls import Leaf, UnitCall, shapes_of
+from penstock.model.original.placeholders import blank, is_away, one_element
+from penstock.model.replay.recording.unit_calls import Leaf, UnitCall, flatten, shapes_of, tensors_in, unflatten
 from penstock.model.replay.tree import hollow_copy
 from penstock.model.replay.unit_state.sinks import Sinks
 from penstock.model.run_kind import DRY, run_as
@@ -30,17 +29,17 @@ class Shapes:
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._modules = modules
-        self._known: defaultdict[int, LruCache[tuple[list[Any], Any]]] = defaultdict(LruCache)  # by number of the call
+        self._known: defaultdict[int, LruCache[tuple[list[Any], Any]]] = defaultdict(LruCache)
         self._copies: dict[str, nn.Module] = {}
         self._recorded = True  # what the recording knows still holds
 
     def forget(self) -> None:
-        """The model is set to something else: what units return may be other than it was."""
+        """Forget what units return, as the model is set to something else."""
         self._recorded = False
         self._known.clear()
 
     def keep(self) -> None:
-        """Before parameters are taken apart, as by FSDP: later runs are on copies, which have no memory for them."""
+        """Make later runs on copies without memory, before parameters are taken apart, as by FSDP."""
         self._copies = self._copies or {
             name: hollow_copy(module, _without_memory) for name, module in self._modules.items()
         }
@@ -48,7 +47,7 @@ class Shapes:
     def of(
         self, number: int, call: UnitCall, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool
     ) -> tuple[list[Any], Any]:
-        """The leaves and structure of what call `number` returns for these arguments, in that mode."""
+        """Return the leaves and structure of what call `number` returns for these arguments, in that mode."""
         module = self._modules[call.unit]
         given = shapes_of((args, kwargs), training)
         if self._recorded and given == call.given:
@@ -63,30 +62,21 @@ class Shapes:
             for own, twin in zip(module.modules(), copied.modules(), strict=True):
                 twin.training = own.training
             module = copied
+        owned = (tensor for module in self._modules.values() for tensor in module.parameters(recurse=False))
         try:
-            found = run_on_meta(module, args, kwargs, given[-1])
-        except _FAILURES:
-            guessed = _with_changed_sizes(call, given[0])
-            if self._recorded and guessed is not None and given[1:] == call.given[1:]:
-                return guessed, call.spec
-            try:
-                found = run_with(module, device, args, kwargs, given[-1], self._has_values_elsewhere())
-            except _FAILURES as error:
-                raise ModelError(
-                    f"{call.unit} was recorded for arguments of shapes {call.given[0]} and can be run neither on meta "
-                    f"tensors nor on zeros for {given[0]} ({type(error).__name__}: {error}); pass an example= of the "
-                    f"shape that a microbatch has"
-                ) from error
+            found = _outcome(module, device, args, kwargs, given[-1], any(map(is_away, owned)))
+        except _FAILURES as error:
+            raise ModelError(
+                f"{call.unit} was recorded for arguments of shapes {call.given[0]} and can be run neither on meta "
+                f"tensors nor on zeros for {given[0]} ({type(error).__name__}: {error}); pass an example= of the "
+                f"shape that a microbatch has"
+            ) from error
         leaves, spec = flatten(found if call.adds else found[0])
         return [_as_on(device, leaf) for leaf in leaves], spec
 
-    def _has_values_elsewhere(self) -> bool:
-        """Whether each process has the values of its own stages only: then on all ranks, or on none."""
-        return any(is_away(tensor) for module in self._modules.values() for tensor in module.parameters(recurse=False))
-
 
 def _as_on(device: torch.device, leaf: Any) -> Any:
-    """What a run on meta tensors returned, as a run on the device itself would have."""
+    """Turn what a run on meta tensors returned into what a run on the device itself would have."""
     if isinstance(leaf, Tensor):
         return Leaf(tuple(leaf.shape), leaf.dtype, device)
     return device if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
@@ -98,31 +88,27 @@ def _without_memory(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def run_on_meta(module: nn.Module, args: Any, kwargs: Any, training: bool | None = None) -> tuple[Any, dict[Any, Any]]:
-    """A module's output without computing it, and what it adds to sinks: shapes, types, structure."""
-
-    def to_meta(value: Any) -> Any:
-        leaves, structure = flatten(value)
-        moved = [torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return unflatten(moved, structure)
-
-    return run_with(module, torch.device("meta"), to_meta(args), to_meta(kwargs), training)
-
-
-def run_with(
-    module: nn.Module,
-    device: torch.device,
-    args: Any,
-    kwargs: Any,
-    training: bool | None = None,
-    blank_buffers: bool = False,
+def _outcome(
+    module: nn.Module, device: torch.device, args: Any, kwargs: Any, training: bool, blank_buffers: bool = False
 ) -> tuple[Any, dict[Any, Any]]:
-    """A module's forward on zeros in the place of its parameters; buffers keep their values.
+    """Return a module's output, and what it adds to sinks, without computing them; where that fails, from zeros.
 
-    On a copy: stages on other threads may be running the module itself. `training` is its own mode, if not as it is.
     With `blank_buffers`, for processes that have the values of their own stages only, buffers are zeros too: the owner
     must expect what ranks without their values do, so that it finds out where what it returns depends on them.
     """
+    leaves, structure = flatten((args, kwargs))
+    there = [torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    meta_args, meta_kwargs = unflatten(there, structure)
+    try:
+        return _run_copy(module, torch.device("meta"), meta_args, meta_kwargs, training, False)
+    except _FAILURES:
+        return _run_copy(module, device, args, kwargs, training, blank_buffers)
+
+
+def _run_copy(
+    module: nn.Module, device: torch.device, args: Any, kwargs: Any, training: bool, blank_buffers: bool
+) -> tuple[Any, dict[Any, Any]]:
+    """Run on a copy with zeros in the place of parameters: stages on other threads may be running the module itself."""
 
     def fill(tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):
@@ -133,27 +119,20 @@ def run_with(
 
     with torch.no_grad(), run_as(DRY):
         copy = hollow_copy(module, fill)
-        copy.training = module.training if training is None else training
+        copy.training = training
         return Sinks(args, kwargs).run(lambda: copy(*args, **kwargs))
 
 
 def shapes_only(name: str, module: nn.Module) -> Callable[..., Any]:
-    """A forward that returns stand-ins for what the module would have computed.
+    """Make a forward that returns stand-ins for what the module would have computed.
 
     Where an operation has no meta form, this one module is run on zeros: memory for one unit.
     """
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         device = next((tensor.device for tensor in tensors_in((args, kwargs))), torch.device("cpu"))
-        try:
-            found = run_on_meta(module, args, kwargs)
-        except _FAILURES:
-            found = run_with(module, device, args, kwargs)
-        leaves, structure = flatten(found)
-        zeros = [
-            torch.zeros((), dtype=leaf.dtype, device=device).expand(leaf.shape) if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        ]
+        leaves, structure = flatten(_outcome(module, device, args, kwargs, module.training))
+        zeros = [one_element(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         output, added = unflatten(zeros, structure)
         Sinks(args, kwargs).put(added)
         return output
@@ -161,40 +140,7 @@ def shapes_only(name: str, module: nn.Module) -> Callable[..., Any]:
     return forward
 
 
-def _with_changed_sizes(call: UnitCall, given: Any) -> list[Any] | None:
-    """The recorded shapes with the sizes put in that changed, where that leaves no doubt.
-
-    No doubt means: each size of the recorded arguments turned into one and the same size in all
-    places where it stood, and each size of the results is one of them.
-    """
-    if [len(shape) for shape, _ in given] != [len(shape) for shape, _ in call.given[0]]:
-        return None
-    became: dict[int, int] = {}
-    for (before, _), (now, _) in zip(call.given[0], given, strict=True):
-        for old, new in zip(before, now, strict=True):
-            if became.setdefault(old, new) != new:
-                return None
-    if any(size not in became for leaf in call.leaves if isinstance(leaf, Leaf) for size in leaf.shape):
-        return None
-    return [
-        Leaf(tuple(became.get(size, size) for size in leaf.shape), leaf.dtype, leaf.device)
-        if isinstance(leaf, Leaf)
-        else leaf
-        for leaf in call.leaves
-    ]
-
-
 def stand_in(leaf: Leaf, writable: bool, filling: float = 0.0) -> Tensor:
-    """A tensor of that shape and type which costs nothing, unless the glue writes into it."""
-    value = filling if leaf.dtype.is_floating_point else 0
-    if writable:
-        return torch.full(leaf.shape, value, dtype=leaf.dtype, device=leaf.device)
-    return torch.full((), value, dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
-
-
-def stand_in_parameter(parameter: nn.Parameter | None, device: torch.device) -> nn.Parameter | None:
-    """One element, expanded, in the place of a parameter that will never have a value here."""
-    if parameter is None or parameter.device.type != "meta":
-        return parameter
-    empty = stand_in(Leaf(tuple(parameter.shape), parameter.dtype, device), writable=False)
-    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    """Make a tensor of that shape and type which costs nothing, unless the glue writes into it."""
+    made = one_element(leaf, leaf.device, filling)
+    return made.clone(memory_format=torch.contiguous_format) if writable else made

@@ -1,16 +1,23 @@
-"""Named values from the ranks that have them to those that want them, outside of a step.
+"""Values from the ranks that have them to those that want them, outside of a step.
 
-One after the other, in the same order on every rank, so that no more than a few of them are on the way at a time.
+Named ones go one after the other, in the same order on every rank, so that no more than a few of them are on the way at
+a time; what later ranks need of a batch that only the first stage's rank was given goes to them straight from there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-from penstock.errors import PeerFailure, UsageError
+from penstock.errors import PeerFailure, PenstockError, UsageError
+from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.engine.report import failure_of
 from penstock.runtime.transport import Channel, Transport
+from penstock.schedule import Placement
+
+if TYPE_CHECKING:
+    from penstock.pipeline.batches import Call
 
 AHEAD = 64 * 2**20  # bytes
 Item = tuple[str, int, Sequence[int]]  # a name, the rank that has its value, and those that get it
@@ -22,7 +29,7 @@ def carry(
     give: Callable[[str], Any],
     take: Callable[[str, Any], None],
 ) -> None:
-    """`give` is asked once for each value that this rank has, and `take` gets each that is for this rank.
+    """Ask `give` once for each value that this rank has, and give `take` each that is for this rank.
 
     All ranks call it with the same items. Without a transport there is one rank.
     """
@@ -36,7 +43,7 @@ def carried(
     give: Callable[[str], Any],
     sizes: Mapping[str, int] | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """(name, value) of all that is for this rank, one after the other; all ranks go through the same items.
+    """Yield (name, value) of all that is for this rank, one after the other; all ranks go through the same items.
 
     With `sizes`, in bytes and the same on all ranks, no rank gets further ahead of another than `AHEAD` bytes. A rank
     that leaves the loop early still hands out what the others wait for.
@@ -92,7 +99,7 @@ def _walk(
 
 
 def _check_alike(answers: Sequence[Sequence[str]]) -> None:
-    """Values go by their order, so that a name which one rank does not know would give all others the wrong ones."""
+    """Check that all ranks know the same names: values go by their order."""
     odd = sorted({name for names in answers for name in set(names).symmetric_difference(answers[0])})
     if odd:
         known = [rank for rank, names in enumerate(answers) if odd[0] in names]
@@ -100,3 +107,46 @@ def _check_alike(answers: Sequence[Sequence[str]]) -> None:
             f"{odd[0]} exists on ranks {known} of {len(answers)} only, like a buffer that is made in a forward: "
             f"register it in __init__, as a tensor, so that every rank has it"
         )
+
+
+def carry_batch(
+    transport: Transport | None,
+    placement: Placement,
+    call: Call,
+    cut: Callable[[], Batch],
+    cut_part: Callable[[Call], Batch],
+    needed_by: Callable[[Call, int], tuple[Any, ...]],
+) -> Batch:
+    """Send what later ranks need straight from the first stage's rank, and return this rank's part."""
+    home = placement.rank_of(0)
+    if transport is None or placement.ranks == 1:
+        return cut()
+    channels = [
+        Channel(-1, placement.stages_of(rank)[0], "F", home, rank) for rank in range(placement.ranks) if rank != home
+    ]
+    transport.open(channels)
+    if transport.rank == home:
+        try:
+            batch = cut()
+            for number, channel in enumerate(channels):
+                transport.send(number, 0, (needed_by(call, channel.target_rank), batch.rows))
+        except PenstockError as error:
+            for number in range(len(channels)):
+                transport.send_failure(number, 0, PeerFailure(home, f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            transport.flush()
+        return batch
+    number = next(number for number, channel in enumerate(channels) if channel.target_rank == transport.rank)
+    (args, kwargs, target, loss_kwargs), rows = transport.receive(number, 0)
+    is_last = placement.rank_of(placement.stages - 1) == transport.rank
+    if call.args or call.kwargs or (call.target is not None and (target is not None or not is_last)):
+        raise UsageError(
+            f"BatchOptions(inputs='first'): only rank {home} passes a batch to step(); rank {transport.rank} did too "
+            f"(the target alone may come from the last stage's rank)"
+        )
+    target = call.target if target is None else target
+    loss_kwargs = {**loss_kwargs, **call.loss_kwargs}
+    batch = cut_part(replace(call, args=args, kwargs=kwargs, target=target, loss_kwargs=loss_kwargs))
+    batch.rows = rows
+    return batch

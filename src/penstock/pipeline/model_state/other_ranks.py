@@ -1,8 +1,10 @@
 """The part of a model that other ranks hold: let go when training begins, and brought back when it is asked for.
 
 Until the first step the model is as it was given, on every process. From then on a rank has the true values of its own
-stages only, so all others are let go (`placeholders`), or marked as old where the user wants to keep them.
-`fill` puts values back into the tensors that were let go, and the next step lets go of them again.
+stages only, so all others are let go (`placeholders`), or marked as old where the user wants to keep them. `fill` puts
+values back into the tensors that were let go, and the next step lets go of them again. `WholeModel` is what all ranks
+have together, under the model's own names: one sequence of (name, tensor) that every rank enters together and walks in
+the same order. The full state in memory and the folder for transformers are made of it.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from torch import Tensor, nn
 from penstock.errors import UsageError
 from penstock.model.original.placeholders import Home, home_of, let_go, mark_kept, take_back
 from penstock.model.staged_model import Holding, StagedModel
-from penstock.pipeline.model_state.carry import carry
-from penstock.pipeline.model_state.full_tensors import targets_of
+from penstock.pipeline.model_state.carry import carried, carry
+from penstock.rules import is_index
 from penstock.runtime.state.memory_layout import copy_like
 from penstock.schedule import Placement
 
@@ -33,11 +35,11 @@ class OtherRanksValues:
 
     def __init__(self, keep: bool) -> None:
         self._keep = keep
-        self.is_checked = False  # on all ranks or on none, since all hear of it
+        self.is_checked = False  # It is so on all ranks or on none, since all hear of it.
         self.is_filled = True  # the model has all its values here
 
     def check(self, deployment: Deployment) -> None:
-        """Before a first step: what the stages here hold must not be where another pipeline has put it."""
+        """Refuse, before a first step, stages of which another pipeline has put a part elsewhere."""
 
         def look() -> None:
             for holding in deployment.holdings():
@@ -54,7 +56,7 @@ class OtherRanksValues:
         self.is_checked = True
 
     def let_go(self, deployment: Deployment) -> None:
-        """From now on this process has no values of what other ranks hold."""
+        """Let go of what other ranks hold: from now on this process has no values of it."""
         if not self.is_filled or deployment.world.transport is None:
             return
         self.is_filled = False
@@ -72,13 +74,13 @@ class OtherRanksValues:
             deployment.staged.parts[stage].settle()
 
     def moved(self, deployment: Deployment) -> None:
-        """The pipeline has a new cut: this process holds other stages than before."""
+        """Follow a new cut: this process holds other stages than before."""
         if not self.is_filled:
             self.is_filled = True
             self.let_go(deployment)
 
     def fill(self, state: ModelState, rank: int | None) -> None:
-        """All values into the tensors of the model, on every rank or on one."""
+        """Put all values into the tensors of the model, on every rank or on one."""
         deployment = state.deployment
         call, transport = "fill_model()", deployment.world.transport
         self.is_checked = False
@@ -97,7 +99,7 @@ class OtherRanksValues:
         if transport is None:
             return
         own = held_on(deployment.staged, deployment.placement, transport.rank)
-        owners: dict[str, list[int]] = {}  # as each rank says: a forward may have made buffers, which are on one only
+        owners: dict[str, list[int]] = {}  # Ranks report them: a buffer that a forward has made may be on one only.
         for source, names in enumerate(deployment.world.all_gather(call, list(own))):
             for name in names:
                 owners.setdefault(name, []).append(source)
@@ -124,7 +126,7 @@ def _value(held: Held) -> Any:
 
 
 def _held_by(holding: Holding) -> Iterator[tuple[str, Held]]:
-    """All that a stage keeps, by every name that it has: tensors, and modules with a state of another kind."""
+    """Yield all that a stage keeps, by every name that it has: tensors, and modules with a state of another kind."""
     module, names = holding.module, holding.names
     for name, parameter in module.named_parameters(remove_duplicate=False):
         yield names[name], parameter
@@ -136,7 +138,6 @@ def _held_by(holding: Holding) -> Iterator[tuple[str, Held]]:
 
 
 def _module_at(staged: StagedModel, name: str) -> nn.Module:
-    """The module that has this name in the whole model."""
     wanted = f"{name}.x" if name else "x"
     for holding in staged.holdings():
         module: nn.Module
@@ -147,7 +148,7 @@ def _module_at(staged: StagedModel, name: str) -> nn.Module:
 
 
 def owners_of(staged: StagedModel, placement: Placement) -> dict[str, set[int]]:
-    """The ranks that have what goes by a name."""
+    """Return the ranks that have what goes by a name."""
     found: dict[str, set[int]] = {}
     for holding in staged.holdings():
         for name, _ in _held_by(holding):
@@ -156,6 +157,86 @@ def owners_of(staged: StagedModel, placement: Placement) -> dict[str, set[int]]:
 
 
 def held_on(staged: StagedModel, placement: Placement, rank: int) -> dict[str, Held]:
-    """What one rank has, by name."""
     here = [holding for holding in staged.holdings() if placement.rank_of(holding.stage) == rank]
     return {name: held for holding in here for name, held in _held_by(holding)}
+
+
+class WholeModel:
+    """The values of all ranks, each once, in the model's order: to be walked by all ranks together.
+
+    `rank`: the one of the first replica that gets them; None for all. `own` are the values of this rank's stages under
+    the first of their names, without the loss function's own; `sources` is the rank that gives each value: the lowest
+    of those that have it.
+    """
+
+    def __init__(self, state: ModelState, rank: int | None, call: str) -> None:
+        self._deployment, self._call = state.deployment, call
+        deployment = state.deployment
+        self.targets = targets_of(deployment, call, rank)
+        self._first = first = state.first_names()
+        loss, holdings = deployment.staged.loss, deployment.staged.holdings()
+        apart = set() if loss is None else set(loss.names.values())
+        every = {name: value for name, value in state.state_dict().items() if name not in apart}
+        self.own = {first.get(name, name): value for name, value in every.items()}
+        self._parameters = {
+            first.get(full, full)
+            for holding in deployment.holdings()
+            for name, _ in holding.module.named_parameters(remove_duplicate=False)
+            for full in (holding.names[name],)
+        }
+        sources: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
+        there: dict[str, None] = {}
+        sizes = [(name, _bytes(value)) for name, value in every.items()]
+        for source, answer in enumerate(deployment.world.all_gather(call, sizes)):
+            for name, size in answer:
+                there[name] = None
+                sources.setdefault(first.get(name, name), source)
+                self._sizes[first.get(name, name)] = size
+        # Ranks may hold stages out of order; within a stage, names are in the order of its module's own state.
+        stage_of = {name: holding.stage for holding in holdings for name in holding.names.values()}
+        by_stage = sorted(there, key=lambda name: stage_of.get(name, len(holdings)))
+        order = dict.fromkeys((*deployment.staged.order, *by_stage))
+        self._names = [name for name in order if name in there]  # What has several names has all of them here.
+        self.sources = {name: sources[name] for name in dict.fromkeys(first.get(name, name) for name in self._names)}
+
+    def get(self, name: str) -> Any:
+        """Return one of `own`, whole and on the CPU; who has a copy or a part asks at the same place of its order."""
+        value = self.own[name]
+        if not isinstance(value, Tensor):
+            return value
+        value = self._deployment.replication.whole(value)
+        if name not in self._parameters:
+            value = self._deployment.replication.first_has(value)
+        return value.detach().cpu()
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """Yield (name, value), as copies on the CPU; a value that has several names comes under the first."""
+        items = [(name, source, self.targets) for name, source in self.sources.items()]
+        with self._deployment.world.calling(self._call):
+            for name, value in carried(self._deployment.world.transport, items, self.get, self._sizes):
+                yield name, value.clone() if isinstance(value, Tensor) else value
+
+    def state(self) -> dict[str, Any]:
+        """Return all of it at once, under all names; empty on a rank that gets none."""
+        found = dict(self)
+        return {name: found[self._first.get(name, name)] for name in self._names} if found else {}
+
+
+def targets_of(deployment: Deployment, call: str, rank: int | None) -> list[int]:
+    """Return the ranks of this pipeline that get the values: all, or one of the first replica's."""
+    ranks = deployment.schedule.ranks
+    if rank is not None and not is_index(rank, ranks):
+        raise UsageError(f"rank={rank!r}: pass one of the ranks 0 to {ranks - 1}, or None for all of them")
+    asked = deployment.world.all_gather(call, rank) + deployment.replication.all_gather(call, rank)
+    if any(other != rank for other in asked):
+        raise UsageError(
+            f"{call} was called with rank={rank} here and with {asked} on all; call it alike on every rank"
+        )
+    if rank is None or deployment.world.transport is None:
+        return list(range(ranks))
+    return [rank] if deployment.replication.leads else []
+
+
+def _bytes(value: Any) -> int:
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0

@@ -31,7 +31,7 @@ from penstock.checkpoint.files.pretrained_writing import (
 from penstock.checkpoint.files.tensors import FileLayout, TensorEntry, streamed, sync_directory, write_file
 from penstock.errors import CheckpointError, PeerFailure, UsageError
 from penstock.parallel.group.agreement import in_words
-from penstock.pipeline.model_state.full_tensors import WholeModel
+from penstock.pipeline.model_state.other_ranks import WholeModel
 from penstock.rules import is_count
 
 if TYPE_CHECKING:
@@ -41,9 +41,30 @@ CALL = "save_pretrained()"
 METADATA = {"format": "pt"}
 
 
-def save_pretrained(state: ModelState, goal: Path, tokenizer: Any, most: int, merge: bool) -> None:
-    """Write the whole model, or its adapters alone, to the folder `goal`; called on every rank."""
-    saving = _ModelFolder(state, goal.absolute(), tokenizer, merge)
+def save_pretrained(
+    state: ModelState,
+    folder: str | os.PathLike[str],
+    *,
+    tokenizer: Any = None,
+    max_shard_size: int = 5_000_000_000,
+    merge_adapters: bool = False,
+) -> None:
+    """Write the model as a folder that transformers' `from_pretrained` loads. Call it on every rank.
+
+    Each rank writes the tensors of its own stages, one at a time. The folder is there when it is complete, or not
+    at all, and an error on one rank is raised on all. A model with peft's adapters is saved as these adapters,
+    in peft's format.
+
+    Args:
+        folder: The folder to write; it must not be there yet. With several hosts, on a file system they share.
+        tokenizer: A tokenizer with `save_pretrained`, or the folder of one. By default, the tokenizer that lies
+            in the folder the model was loaded from, if there is one.
+        max_shard_size: The most bytes that one file holds.
+        merge_adapters: Whether to add adapters to the weights and save a model without adapters.
+    """
+    state.check_values()
+    saving = _ModelFolder(state, Path(folder).absolute(), tokenizer, merge_adapters)
+    most = max_shard_size
     with state.deployment.world.calling(CALL):
         try:
             saving.on_all(lambda: saving.prepare(most))
@@ -66,7 +87,7 @@ class _ModelFolder:
         self._total = 0
         self._dtype: torch.dtype | None = None
         replicas = state.deployment.replication
-        self._writes = replicas.leads  # for this rank's copies, and for other parts of its tensors
+        self._writes = replicas.leads  # This rank writes for its copies, and for those with other parts of its tensors.
         self._first = self._writes and 0 in state.deployment.ranks.executors
 
     def on_all(self, work: Callable[[], None]) -> None:
@@ -108,13 +129,13 @@ class _ModelFolder:
             self._temporary.mkdir()
 
     def meet(self) -> None:
-        """All that write learn the folder's name for now, and what everybody has."""
+        """Learn, as all that write must, the folder's name for now, and what everybody has."""
         names = self._deployment.world.all_gather(CALL, self._temporary.name)
         self._temporary = self._goal.with_name(names[0])
         self._whole = WholeModel(self._state, 0, CALL)
 
     def write_adapters(self) -> None:
-        """All adapters into the one file that peft reads, by the first rank; they are small."""
+        """Write all adapters into the one file that peft reads, by the first rank; they are small."""
         names = stored_names(self._whole.sources, merge=False)
         tensors = {names[name]: value for name, value in self._whole if is_adapter(name)}
         if self._first:
@@ -124,13 +145,13 @@ class _ModelFolder:
             write_file(self._temporary / ADAPTER_WEIGHTS, chain([layout.header], body))
 
     def write_parts(self, most: int) -> None:
-        """This rank's tensors, in files of at most so many bytes."""
+        """Write this rank's tensors, in files of at most so many bytes."""
         whole, world = self._whole, self._deployment.world
         rank = min(self._deployment.ranks.executors)
         mine = [name for name, source in whole.sources.items() if source == rank]
-        mine = [name for name in mine if isinstance(whole.values.own[name], Tensor)]
+        mine = [name for name in mine if isinstance(whole.own[name], Tensor)]
         names = stored_names(mine, merge=True) if self._merge else {name: name for name in mine}
-        entries = {_entry(names[name], whole.values.own[name]): name for name in names}
+        entries = {_entry(names[name], whole.own[name]): name for name in names}
         parts = [part for part in parts_of(list(entries), most) if part]
         told = world.all_gather(CALL, [[(entry.key, entry.bytes) for entry in part] for part in parts])
         counts = [len(each) for each in told]
@@ -149,7 +170,7 @@ class _ModelFolder:
             raise failed[0]
 
     def _write_part(self, file: str, layout: FileLayout, body: Iterator[memoryview], failed: list[Exception]) -> None:
-        """One file; where it cannot be written, go through its tensors all the same: others hold parts of them."""
+        """Write one file; where that fails, go through its tensors all the same: others hold parts of them."""
         try:
             if self._writes and not failed:
                 write_file(self._temporary / file, chain([layout.header], body))
@@ -159,21 +180,20 @@ class _ModelFolder:
             pass
 
     def _value(self, name: str) -> Tensor:
-        found: Tensor = self._whole.values.get(name)
+        found: Tensor = self._whole.get(name)
         return merged(name, found, self._beside, self._origin["adapter"]) if self._merge else found
 
     def _beside(self, name: str) -> Tensor | None:
-        """A part of an adapter, which is on the rank of the layer that it belongs to."""
-        values = self._whole.values
-        if name not in values.own and name in self._whole.sources:
+        """Return a part of an adapter, which is on the rank of the layer that it belongs to."""
+        if name not in self._whole.own and name in self._whole.sources:
             raise UsageError(
                 f"{name} is on another rank than the weight that it belongs to; save the adapters by themselves, "
                 f"without merge_adapters, or cut the model between layers"
             )
-        return values.get(name) if name in values.own else None
+        return self._whole.get(name) if name in self._whole.own else None
 
     def finish(self) -> None:
-        """What belongs to the weights, and the folder's real name; by the first rank."""
+        """Write what belongs to the weights, and give the folder its real name; on the first rank."""
         if not self._first:
             return
         folder = self._temporary
@@ -186,7 +206,6 @@ class _ModelFolder:
         sync_directory(self._goal.parent)
 
     def give_up(self) -> None:
-        """Leave nothing half done."""
         if self._first and self._temporary != self._goal:
             shutil.rmtree(self._temporary, ignore_errors=True)
 

@@ -16,8 +16,7 @@ from penstock.errors import ModelError, UsageError
 from penstock.model.lazy import Init, is_lazy, materialise
 from penstock.model.original.placeholders import Home
 from penstock.pipeline.deployment import Deployment
-from penstock.pipeline.model_state.full_tensors import WholeModel
-from penstock.pipeline.model_state.other_ranks import OtherRanksValues
+from penstock.pipeline.model_state.other_ranks import OtherRanksValues, WholeModel
 from penstock.runtime.loss.module import LOSS
 from penstock.runtime.optim.groups import group_parameters
 from penstock.runtime.optim.norms import (
@@ -47,7 +46,7 @@ class ModelState:
         self.without_values: set[str] = set()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of the stages that this process owns, each parameter once."""
+        """Yield pairs of (name, parameter) for the stages that this process owns, each parameter once."""
         seen: set[int] = set()
         for holding in self.deployment.holdings():
             for name, parameter in holding.module.named_parameters():
@@ -57,27 +56,26 @@ class ModelState:
                     yield self.deployment.staged.aliases.get(full, full), parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What to give to the optimizer of this process.
-
-        Where no parameter lives here, one without elements: torch's optimizers refuse an empty list, and every rank
-        wants one.
-        """
+        """Return the parameters of this process, for its optimizer. Never empty: torch's optimizers refuse that."""
         own = [parameter for _, parameter in self.named_parameters()]
         return iter(own or [self.nothing])
 
     def parameter_groups(self, rules: Mapping[Any, Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
-        """Groups for a torch optimizer, by name: `{"*.bias": {"weight_decay": 0.0}}`.
+        """Group this process's parameters for a torch optimizer, by name.
 
-        A key is a pattern of names in the whole model (`*`, `?`, `[...]`), a compiled regular expression, a function
-        of (name, parameter), or a tuple of these. The first that matches counts; what none matches is the last
-        group. Every rank has all groups, in the same order, with the parameters that it owns.
+        A pattern is text with `*`, `?` and `[...]`, a compiled regular expression, a function of (name, parameter), or
+        a tuple of these. Every rank has all groups, in the same order, with the parameters that it owns.
+
+        Args:
+            rules: A dict of patterns to options, such as `{"*.bias": {"weight_decay": 0.0}}`. The first pattern that
+                matches decides; what matches none is in a last group.
         """
         aliases = self.first_names()
         here = [(aliases.get(name, name), parameter) for name, parameter in self.named_parameters()]
         return group_parameters(rules or {}, here, self.every_parameter().items(), aliases)
 
     def every_parameter(self) -> dict[str, nn.Parameter]:
-        """The parameters of the whole model by their first names; those of other ranks may have no values here."""
+        """Return the parameters of the whole model by their first names; those of other ranks may be away."""
         aliases = self.first_names()
         every: dict[str, nn.Parameter] = {}
         for holding in self.deployment.staged.holdings():
@@ -87,7 +85,7 @@ class ModelState:
         return every
 
     def first_names(self) -> dict[str, str]:
-        """Of every parameter that stands in several places of the whole model: other name -> first name."""
+        """Map every other name of a parameter that stands in several places of the whole model to the first."""
         first: dict[int, str] = {}
         others: dict[str, str] = {}
         aliases, holdings = self.deployment.staged.aliases, self.deployment.staged.holdings()
@@ -98,16 +96,15 @@ class ModelState:
                 known = first.setdefault(id(parameter), full)
                 if known != full:
                     others[full] = known
-        for (
-            group
-        ) in self.deployment.tied.places:  # by name: where tensors are spread, another object takes a parameter's place
+        # They go by name: where tensors are spread, another object takes a parameter's place.
+        for group in self.deployment.tied.places:
             names = [holdings[number].names[name] for number, name in group]
             own = [others.get(name, aliases.get(name, name)) for name in names]
             others.update({name: own[0] for name in (*names, *own) if name != own[0]})
         return {**{name: others.get(own, own) for name, own in aliases.items()}, **others}
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, buffer) of the stages that this process owns, each buffer once."""
+        """Yield pairs of (name, buffer) for the stages that this process owns, each buffer once."""
         seen: set[int] = set()
         for holding in self.deployment.holdings():
             for name, buffer in holding.module.named_buffers():
@@ -116,7 +113,10 @@ class ModelState:
                     yield holding.names[name], buffer
 
     def state_dict(self) -> dict[str, Any]:
-        """Parameters and buffers of the stages that this process owns, and of a loss function that has some."""
+        """Return parameters and buffers of the stages that this process owns, under the model's own names.
+
+        Those of a loss function that has some are among them.
+        """
         self.deployment.ranks.wait_for_late_ranks()
         state = {
             holding.names.get(name, name): value
@@ -126,32 +126,48 @@ class ModelState:
         return state | {name: state[own] for name, own in self.deployment.staged.repeated.items() if own in state}
 
     def full_state_dict(self, rank: int | None = None) -> dict[str, Any]:
-        """The state of the whole model, under its own names, as a copy on the CPU; called on every rank.
+        """Return the state of the whole model, as a copy on the CPU. Call it on every rank.
 
-        All ranks get it, or only `rank` (of the first replica), and the others an empty dict. Sharded and spread
-        parameters are whole in it; buffers are those of the first replica. The loss function's own are not in it.
+        Sharded and spread parameters are whole in it; buffers are those of the first replica.
+
+        Args:
+            rank: The rank that gets the state; the others get an empty dict. By default, every rank gets it.
         """
         self.check_values()
         return WholeModel(self, rank, "full_state_dict()").state()
 
     def full_tensors(self, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of the whole model, one at a time, in an order that all ranks walk together."""
+        """Iterate over the whole model, one tensor at a time. Every rank calls it and walks through all of it.
+
+        The order is the same on all ranks. Each tensor is a copy on the CPU, whole where it is sharded or spread over
+        ranks; a tied parameter comes once, under its first name. A rank never holds more than a few of them.
+
+        Args:
+            rank: The rank that gets the tensors; on the others the loop ends without any. By default, every rank gets
+                them.
+
+        Yields:
+            Pairs of (name, tensor), under the model's own names.
+        """
         self.check_values()
         pairs = WholeModel(self, rank, "full_tensors()")
         return ((name, value) for name, value in pairs if isinstance(value, Tensor))
 
     def fill_model(self, rank: int | None = None) -> None:
-        """Give the model that the pipeline was made of all its values again, until the next step; on every rank.
+        """Give the original model all its values again, until the next step. Call it on every rank.
 
-        In all processes, or only in that of `rank` (of the first replica).
+        Args:
+            rank: The rank whose model is filled. By default, every rank's.
         """
         self.check_values()
         self.other_ranks.fill(self, rank)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take this process's part of a whole model's state; a name that no stage knows is an error.
+        """Load this process's part of a whole model's state.
 
-        A state without the loss function's own leaves that as it is.
+        Args:
+            state: The state of the whole model, or of a part that has all that this process owns. A name that no stage
+                has is an error. Without the loss function's own values, these stay as they are.
         """
         self.deployment.ranks.wait_for_late_ranks()
         holdings, loss = self.deployment.holdings(), self.deployment.staged.loss
@@ -175,7 +191,7 @@ class ModelState:
                 f"the state does not fit the model: missing {missing or 'none'}, unknown {foreign or 'none'}, "
                 f"of another shape {wrong or 'none'}; nothing was loaded here"
             )
-        # of a step that failed; else a value that a unit had before it would not count as new
+        # What a step that failed has left would keep a value that a unit had before from counting as new.
         self.deployment.ranks.give_back()
         part_of = self.deployment.replication.part_of
         for module, names in ((holding.module, holding.names) for holding in holdings):
@@ -186,12 +202,16 @@ class ModelState:
         self.loaded()
 
     def loaded(self) -> None:
-        """This process's stages have got values of which other stages' tensors here know nothing."""
+        """Take note that this process's stages have got values of which other stages' tensors here know nothing."""
         self.without_values = set()
         self.other_ranks.let_go(self.deployment)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this process's parameters."""
+        """Clear the gradients of this process's parameters.
+
+        Args:
+            set_to_none: Whether `.grad` becomes `None`, as in torch, or a tensor of zeros.
+        """
         self.deployment.ranks.wait_for_late_ranks()
         for holding in self.deployment.holdings():
             holding.module.zero_grad(set_to_none)
@@ -203,9 +223,16 @@ class ModelState:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Scale all gradients of the whole model so that their norm is at most `max_norm`; returns the norm.
+        """Scale all gradients of the whole model so that their norm is at most `max_norm`. Call it on every rank.
 
-        On every rank: the norm is that of all ranks' gradients, with each tied parameter counted once.
+        Args:
+            max_norm: The largest norm that is left as it is.
+            norm_type: The order of the norm, such as 2.0 or `"inf"`.
+            error_if_nonfinite: Whether a norm that is inf or NaN raises an error.
+            foreach: Whether to use torch's foreach kernels. By default, torch decides.
+
+        Returns:
+            The norm before clipping, the same on every rank.
         """
         limit, order = check_limit("max_norm", max_norm), norm_order(norm_type)
         if self.scaler is not None:
@@ -219,7 +246,12 @@ class ModelState:
         return total
 
     def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
-        """Clamp every entry of the gradients to [-clip_value, clip_value]; each rank does its own."""
+        """Clamp every entry of this process's gradients to the range from -`clip_value` to `clip_value`.
+
+        Args:
+            clip_value: The largest absolute value.
+            foreach: Whether to use torch's foreach kernels. By default, torch decides.
+        """
         limit = check_limit("clip_value", clip_value)
         if self.scaler is not None:
             self.scaler.check_unscaled("clip_grad_value_()")
@@ -231,14 +263,19 @@ class ModelState:
             nn.utils.clip_grad_value_(held, limit, foreach)
 
     def grad_norm(self, norm_type: float | str = 2.0, foreach: bool | None = None) -> Tensor:
-        """The norm of all gradients of the whole model, the same on every rank; changes nothing."""
+        """Return the norm of all gradients of the whole model, the same on every rank. Call it on every rank.
+
+        Args:
+            norm_type: The order of the norm, such as 2.0 or `"inf"`.
+            foreach: Whether to use torch's foreach kernels. By default, torch decides.
+        """
         order = norm_order(norm_type)
         with self.deployment.world.calling("grad_norm()"):
             norm = self.partial_norm(order, foreach)
             return join_norms(self.deployment.world.all_gather("grad_norm()", norm), order)
 
     def partial_norm(self, order: float, foreach: bool | None = None) -> NormAnswer:
-        """The norm of this process's gradients, with each tied parameter counted on one rank; None without any."""
+        """Return the norm of this process's gradients, with each tied parameter counted on one rank."""
         refused = sparse_gradient(self.named_parameters())
         if refused is not None:
             return refused
@@ -247,14 +284,13 @@ class ModelState:
         return self.deployment.replication.norm(gradients, order, foreach)
 
     def train(self, mode: bool = True) -> None:
-        """Put the model into training mode, or out of it, as its own `train` does."""
         model = self.deployment.staged.model
         whole = [model] if isinstance(model, nn.Module) else model
         for module in (*whole, *(holding.module for holding in self.deployment.holdings())):
             module.train(mode)
 
     def materialise(self, model: nn.Module | Sequence[nn.Module], init: Init | None) -> None:
-        """Parameters that were built under `lazy()` get memory on their rank, and values if `init` has some."""
+        """Give parameters that were built under `lazy()` memory on their rank, and values if `init` has some."""
         deployment = self.deployment
         built = [holding for holding in deployment.staged.holdings() if is_lazy(holding.module)]
         if not built:
@@ -291,7 +327,7 @@ class ModelState:
 
 
 def _misfits(module: nn.Module, names: Mapping[str, str], state: Mapping[str, Any]) -> Iterator[str]:
-    """Tensors of another shape than the module's. A module that loads in its own way may know what to do with them."""
+    """Yield tensors of another shape than the module's. One that loads in its own way may know what to do with them."""
     for place, holder in module.named_modules():
         own_way = type(holder)._load_from_state_dict is not nn.Module._load_from_state_dict
         if own_way or holder._load_state_dict_pre_hooks:
@@ -302,5 +338,8 @@ def _misfits(module: nn.Module, names: Mapping[str, str], state: Mapping[str, An
                 given = state.get(full)
                 if not isinstance(own, Tensor) or not isinstance(given, Tensor):
                     continue
-                if own.shape != given.shape and (own.dim(), *given.shape) != (0, 1):  # as torch had scalars once
+                if own.shape != given.shape and (own.dim(), *given.shape) != (
+                    0,
+                    1,
+                ):  # The second is how torch had scalars once.
                     yield f"{full} {tuple(given.shape)}, not {tuple(own.shape)}"

@@ -301,6 +301,11 @@ def all_replicas(reports: Sequence[StepReport], count: int) -> list[ReplicaRepor
 class StepResult:
     """What a step or an evaluation returns: the same on every rank, except for `output`.
 
+    ::
+
+        result = pipe.step(x, target=y)
+        print(f"{result.loss:.3f}")
+
     Attributes:
         loss: The loss of the whole batch, over all replicas. It has no graph: gradients are already computed.
         losses: One loss per microbatch of this replica, in order.

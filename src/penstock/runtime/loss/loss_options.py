@@ -21,7 +21,7 @@ RULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """How the losses of microbatches make the loss of the batch: `Pipeline(..., loss_options=LossOptions(weight=...))`.
+    """How the losses of microbatches make the loss of the batch, such as `LossOptions(reduction="sum")`.
 
     By default the loss of a batch is what a plain loop over the whole batch would compute; where that cannot be known,
     the first step says so.

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.devices import CPU
 from penstock.errors import ModelError, PenstockError, UsageError
-from penstock.model.replay.checkpointed_units import check_reentrant
+from penstock.model.original.placeholders import one_element
+from penstock.model.replay.modes import checksum
+from penstock.model.replay.plan import check_reentrant
 from penstock.model.replay.recording.marks import Reads, fresh
-from penstock.model.replay.recording.nested_values import tensors_in
 from penstock.model.replay.recording.snapshot import changed_by, own_state, updates_itself
 from penstock.model.replay.recording.undo import OutsideChanges, undone
-from penstock.model.replay.recording.unit_calls import ForwardRecording, UnitCall, shapes_of
+from penstock.model.replay.recording.unit_calls import ForwardRecording, UnitCall, shapes_of, tensors_in
 from penstock.model.replay.recording.unit_marks import UnitMarks
-from penstock.model.replay.repeatability import checksum
-from penstock.model.replay.shapes import stand_in_parameter
 from penstock.model.replay.tree import stage_tree
 from penstock.model.replay.unit_state.glue_state import GlueState
 from penstock.model.replay.unit_state.shared_state import UnitStateFollower
@@ -78,7 +78,7 @@ class _ExampleRun:
         self._marks: UnitMarks
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardRecording:
-        """What one run shows; where the model has kept something, a second run shows whether it reads that."""
+        """Return what one run shows; where the model has kept something, a second run shows whether it reads that."""
         generator = torch.get_rng_state()
         first = self._run(args, kwargs)
         _check_new_parameters(self.model, self.tree, self._known)
@@ -112,7 +112,7 @@ class _ExampleRun:
         return marks
 
     def _answer(self, name: str, own: Callable[..., Any], args: Any, kwargs: Any, by_call: bool) -> Any:
-        """A call of a unit, or of a layer without parameters between units."""
+        """Note a call of a unit, or of a layer without parameters between units."""
         marks = self._marks
         if marks.inside is not None or marks.free is not None:
             return own(*args, **kwargs)
@@ -121,10 +121,10 @@ class _ExampleRun:
         with marks.silent():
             given = checksum((args, kwargs))
         if name in self._free:
-            output = _watch_free(name, self._modules[name], own, marks, args, kwargs)
+            output = self._run_free(name, own, args, kwargs)
         else:
             self._kept.pause()
-            output, changed = _watch(name, self._modules[name], own, self._instead, marks, args, kwargs)
+            output, changed = self._run_unit(name, own, args, kwargs)
             self._kept.pause(name, changed)
             self._elsewhere.rest()
         if not marks.recording.calls[-1].glue:
@@ -132,9 +132,75 @@ class _ExampleRun:
                 marks.recording.values.append((name, given, checksum(output)))
         return output
 
+    def _run_unit(self, name: str, own: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[str]]:
+        """Run a unit, noted as a call; return its output, and which of its attributes it has changed."""
+        marks, module = self._marks, self._modules[name]
+        _check_not_mapped(name, (args, kwargs))
+        needs, given = marks.of((args, kwargs)), tensors_in((args, kwargs))
+        call = UnitCall(name, needs, [], None, shapes_of((args, kwargs), module.training))
+        run = own if self._instead is None else self._instead(name)
+        unit = _run_by(own, module)
+        check_reentrant(name, True)
+        marks.check_parameters(name, module)
+        sinks = Sinks(args, kwargs)
+        marks.enter(name, module)
+        with marks.silent():
+            before = own_state(unit)
+        try:
+            with run_as(DRY):
+                output = run(*args, **kwargs)
+        finally:
+            call.needs |= marks.leave(module)
+        with marks.silent():
+            changed = list(changed_by(unit, before) if self._instead is None else updates_itself(module))
+        call.keeps = next(iter(changed), "")
+        added = sinks.added()
+        if not added:
+            return marks.note(call, given, output), changed
+        call.adds = True
+        output, added = marks.note(call, given, (output, added))
+        sinks.put(added)
+        return output, changed
+
+    def _run_free(self, name: str, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a layer without parameters: a call if its output depends on units' values or it has a state, else glue.
+
+        Rotary tables, which read no more than the type of what they are given, are so computed by every stage for
+        itself, while an activation or a dropout runs where its input is. One that works in place is glue like any
+        other in-place operation.
+        """
+        marks, module = self._marks, self._modules[name]
+        needs, given = marks.of((args, kwargs)), tensors_in((args, kwargs))
+        versions = [tensor._version for tensor in given]
+        buffers = [(buffer, buffer._version) for buffer in module.buffers()]
+        unit = _run_by(own, module)
+        with marks.silent():
+            state = own_state(unit)
+        before, known = marks.recording.draws_in_glue, dict(marks.buffers)
+        for buffer, _ in buffers:
+            marks.buffers.pop(marks.storages.key(buffer), None)
+        marks.free = name
+        with run_as(DRY):
+            output = own(*args, **kwargs)
+        marks.buffers, marks.free = known, None
+        unchanged = all(tensor._version == version for tensor, version in zip(given, versions, strict=True))
+        has_state = any(buffer._version != version for buffer, version in buffers)
+        if unchanged and (has_state or marks.of(output) - marks.control):
+            marks.recording.draws_in_glue = before
+            call = UnitCall(name, needs, [], None, shapes_of((args, kwargs), module.training))
+            with marks.silent():
+                call.keeps = next(changed_by(unit, state), "")
+            return marks.note(call, given, output)
+        if has_state:
+            raise ModelError(
+                f"{name} changes its input in place and has buffers that it updates; pass inplace=False to it"
+            )
+        marks.recording.calls.append(UnitCall(name, frozenset(), [], None, glue=True))
+        return output
+
 
 def _stand_in(tree: nn.Module) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
-    """Parameters without memory that the glue may read get one element, expanded: (parameter, what stands for it)."""
+    """Give parameters without memory that the glue may read one element, expanded; return each with its stand-in."""
     found: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     watched = [module for module in tree.modules() if getattr(module, "is_asked", False)]
     inside = {id(inner) for module in watched for inner in module.modules() if inner is not module}
@@ -143,15 +209,15 @@ def _stand_in(tree: nn.Module) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
             continue
         table = dict(module._parameters)
         for name, parameter in table.items():
-            standing = stand_in_parameter(parameter, torch.device("cpu"))
-            if parameter is not None and standing is not None and standing is not parameter:
+            if parameter is not None and parameter.is_meta:
+                standing = nn.Parameter(one_element(parameter, CPU), requires_grad=parameter.requires_grad)
                 table[name] = found.setdefault(id(parameter), (parameter, standing))[1]
         module.__dict__["_parameters"] = table
     return found
 
 
 def _check_new_parameters(model: nn.Module, tree: nn.Module, known: set[str]) -> None:
-    """Parameters that a first forward makes would be made by every stage for itself, and be owned by none."""
+    """Refuse parameters that a first forward makes: every stage would make them for itself, and none own them."""
     made = [name for name, _ in tree.named_parameters(remove_duplicate=False) if name not in known]
     if made:
         raise UsageError(
@@ -161,7 +227,7 @@ def _check_new_parameters(model: nn.Module, tree: nn.Module, known: set[str]) ->
 
 
 def _warn_of_kept_losses(tree: nn.Module, marks: UnitMarks) -> None:
-    """A number that a unit keeps on itself looks like a loss for others to pick up, which they cannot."""
+    """Warn of a number that a unit keeps on itself: it looks like a loss for others to pick up."""
     found = [
         f"{name}.{attribute}"
         for name, module in tree.named_modules()
@@ -182,7 +248,7 @@ def _warn_of_kept_losses(tree: nn.Module, marks: UnitMarks) -> None:
 
 @contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """An error of the model's own code in this run: the example is the first suspect."""
+    """Explain an error of the model's own code in this run: the example is the first suspect."""
     try:
         yield
     except PenstockError:
@@ -223,7 +289,7 @@ def _check_not_mapped(name: str, values: Any) -> None:
 
 
 def _free_leaves(model: nn.Module, units: list[str]) -> list[str]:
-    """Modules without parameters and children outside of units: activations, dropout, pooling."""
+    """Return the modules without parameters and children outside of units: activations, dropout, pooling."""
     inside = tuple(f"{unit}." for unit in units)
     return [
         name
@@ -239,80 +305,5 @@ def _free_leaves(model: nn.Module, units: list[str]) -> list[str]:
     ]
 
 
-def _watch(
-    name: str,
-    module: nn.Module,
-    own: Callable[..., Any],
-    instead: Instead | None,
-    marks: UnitMarks,
-    args: Any,
-    kwargs: Any,
-) -> tuple[Any, list[str]]:
-    """A unit's run, noted as a call; also, which of its attributes it has changed."""
-    _check_not_mapped(name, (args, kwargs))
-    needs = marks.of((args, kwargs))
-    given = tensors_in((args, kwargs))
-    call = UnitCall(name, needs, [], None, shapes_of((args, kwargs), module.training))
-    run = own if instead is None else instead(name)
-    unit = _run_by(own, module)
-    check_reentrant(name, True)
-    marks.check_parameters(name, module)
-    sinks = Sinks(args, kwargs)
-    marks.enter(name, module)
-    with marks.silent():
-        before = own_state(unit)
-    try:
-        with run_as(DRY):
-            output = run(*args, **kwargs)
-    finally:
-        call.needs |= marks.leave(module)
-    with marks.silent():
-        changed = list(changed_by(unit, before) if instead is None else updates_itself(module))
-    call.keeps = next(iter(changed), "")
-    added = sinks.added()
-    if not added:
-        return marks.note(call, given, output), changed
-    call.adds = True
-    output, added = marks.note(call, given, (output, added))
-    sinks.put(added)
-    return output, changed
-
-
 def _run_by(own: Callable[..., Any], module: nn.Module) -> nn.Module:
-    """The copy of a module that its call runs."""
     return own.args[0] if isinstance(own, functools.partial) else module
-
-
-def _watch_free(name: str, module: nn.Module, own: Callable[..., Any], marks: UnitMarks, args: Any, kwargs: Any) -> Any:
-    """A parameter-free module: a call if its output depends on units' values or it has a state of its own, else glue.
-
-    Rotary tables, which read no more than the type of what they are given, are so computed by
-    every stage for itself, while an activation or a dropout runs where its input is. One that
-    works in place is glue like any other in-place operation.
-    """
-    needs = marks.of((args, kwargs))
-    given = tensors_in((args, kwargs))
-    versions = [tensor._version for tensor in given]
-    buffers = [(buffer, buffer._version) for buffer in module.buffers()]
-    unit = _run_by(own, module)
-    with marks.silent():
-        state = own_state(unit)
-    before, known = marks.recording.draws_in_glue, dict(marks.buffers)
-    for buffer, _ in buffers:
-        marks.buffers.pop(marks.storages.key(buffer), None)
-    marks.free = name
-    with run_as(DRY):
-        output = own(*args, **kwargs)
-    marks.buffers, marks.free = known, None
-    unchanged = all(tensor._version == version for tensor, version in zip(given, versions, strict=True))
-    has_state = any(buffer._version != version for buffer, version in buffers)
-    if unchanged and (has_state or marks.of(output) - marks.control):
-        marks.recording.draws_in_glue = before
-        call = UnitCall(name, needs, [], None, shapes_of((args, kwargs), module.training))
-        with marks.silent():
-            call.keeps = next(changed_by(unit, state), "")
-        return marks.note(call, given, output)
-    if has_state:
-        raise ModelError(f"{name} changes its input in place and has buffers that it updates; pass inplace=False to it")
-    marks.recording.calls.append(UnitCall(name, frozenset(), [], None, glue=True))
-    return output

@@ -1,10 +1,9 @@
 """Which unit call's output a tensor depends on: marks, followed through every operation of the glue.
 
 Every tensor that a unit call returns is marked with (call, leaf). The marks travel through the glue's operations, seen
-below autograd where nothing escapes (a dispatch mode sees scripted functions and composite operations as well). They
-hang on storages: a write through a view reaches all that share it, so in-place glue can only add marks, never lose
-one. What turns a tensor into Python values (`item`, `tolist`, `numpy`) may decide anything that comes after: from there
-on everything depends on it.
+below autograd where nothing escapes. They hang on storages: a write through a view reaches all that share it, so
+in-place glue can only add marks, never lose one. What turns a tensor into Python values (`item`, `tolist`, `numpy`) may
+decide anything that comes after: from there on everything depends on it.
 
 Where a recorded plan may not hold for another microbatch, the same propagation runs in training, with one mark only:
 `Absent`, on the stand-ins. It may never reach what a stage computes with.
@@ -23,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ModelError
-from penstock.model.replay.recording.nested_values import tensors_in
+from penstock.model.replay.recording.unit_calls import tensors_in
 
 _BY_VALUE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 _UNSEEN = (  # read memory below every dispatch
@@ -37,7 +36,7 @@ _BY_SHAPE = frozenset(  # read no value of what they are given
 
 
 def fresh(tensor: Tensor) -> Tensor:
-    """A copy of a tensor in a storage of its own; one expanded element stays one element."""
+    """Copy a tensor into a storage of its own; one expanded element stays one element."""
     if tensor.numel() > 1 and not any(tensor.stride()):
         return tensor.as_strided((), ()).clone().expand(tensor.shape)
     return tensor.detach().clone()
@@ -68,7 +67,7 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
     def reads_values(self, func: Any) -> bool:
-        """Whether the operation's result decides something outside of tensors."""
+        """Return whether the operation's result decides something outside of tensors."""
         return any(tag in func.tags for tag in _BY_VALUE)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,7 +80,6 @@ class Follower(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments that an operation writes to."""
     found: list[Tensor] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -121,15 +119,13 @@ class Absent(Follower):
         self._absent.update(map(self.storages.key, tensors))
 
     def touches(self, value: Any) -> bool:
-        """Whether a value depends on a stand-in."""
         return any(self.storages.key(tensor) in self._absent for tensor in tensors_in(value))
 
     def guard(self, tensors: Iterable[Any], what: str) -> None:
-        """These are not to be written to."""
         self._unwritten.update({self.storages.key(each): what for each in tensors if isinstance(each, Tensor)})
 
     def check_read(self, tensors: list[Tensor]) -> None:
-        """A stand-in has no value that could decide anything."""
+        """Refuse to read a stand-in, which has no value that could decide anything."""
         self.decides = True
         if self._absent and self.touches(tensors):
             raise self._fail("a value was read that the example's run did not need here")
@@ -155,7 +151,7 @@ class Absent(Follower):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Units of this stage run without being followed."""
+        """Let units of this stage run without being followed."""
         self.__exit__(None, None, None)
         try:
             yield

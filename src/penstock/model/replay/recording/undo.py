@@ -25,11 +25,10 @@ class OutsideChanges:
         return states_of(self._generators, torchs=False)
 
     def rest(self) -> None:
-        """A unit may have drawn; it runs in one place only."""
+        """Take note of the states after a unit, which may have drawn: it runs in one place only."""
         self._known = self._state()
 
     def check(self) -> None:
-        """The glue may not have drawn."""
         if self._state() != self._known:
             raise ModelError(
                 "the model's code between its units draws random numbers from Python's random or numpy, which every "
@@ -41,7 +40,7 @@ class OutsideChanges:
 def patched(
     modules: dict[str, nn.Module], names: list[str], wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[None]:
-    """Pieces' forwards wrapped while an example runs; the user's model is as before afterwards."""
+    """Wrap pieces' forwards while an example runs; the user's model is as before afterwards."""
     before = {name: modules[name].__dict__.get("forward") for name in names}
     try:
         for name in names:
@@ -57,7 +56,7 @@ def patched(
 
 @contextmanager
 def undone(model: nn.Module) -> Iterator[None]:
-    """Buffers, attributes and the random generators as they were."""
+    """Put buffers, attributes and the random generators back as they were."""
     holders = list(model.modules())
     attributes = [dict(holder.__dict__) for holder in holders]
     inside = [
@@ -68,7 +67,7 @@ def undone(model: nn.Module) -> Iterator[None]:
     ]
     before = [(each, contents_of(each)) for each in {id(each): each for each in inside}.values()]
     states = global_states()
-    scripted = []  # their tables are not Python's
+    scripted = []  # Tables of scripted modules are not Python's.
     for holder in holders:
         for name, value in list(holder._buffers.items()):
             holder._buffers[name] = None if value is None else value.detach().clone()
@@ -88,7 +87,7 @@ def undone(model: nn.Module) -> Iterator[None]:
 
 
 def _changeable(value: Any, depth: int) -> Iterator[Any]:
-    """What in an attribute's value could be changed in place, itself included."""
+    """Yield what in an attribute's value could be changed in place, itself included."""
     if isinstance(value, Tensor):
         if not (isinstance(value, nn.Parameter) or value.requires_grad or value.is_meta or value.is_inference()):
             yield value
@@ -102,7 +101,7 @@ def _changeable(value: Any, depth: int) -> Iterator[Any]:
 
 
 def contents_of(value: Any) -> Any:
-    """What is in something that can be changed in place, for `refill`; of a dict, pairs."""
+    """Return what is in something that can be changed in place, for `refill`; of a dict, pairs."""
     if isinstance(value, Tensor):
         return value._version, value.detach().clone()
     if isinstance(value, torch.Generator):
@@ -111,7 +110,6 @@ def contents_of(value: Any) -> Any:
 
 
 def refill(value: Any, contents: Any) -> None:
-    """Put back what `contents_of` found."""
     if isinstance(value, Tensor):
         version, copy = contents
         if value._version != version:

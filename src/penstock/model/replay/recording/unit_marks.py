@@ -15,8 +15,16 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.model.original.settings import OWN
 from penstock.model.replay.recording.marks import Follower, fresh
-from penstock.model.replay.recording.nested_values import flatten, tensors_in, unflatten
-from penstock.model.replay.recording.unit_calls import PARAMETER, ForwardRecording, Leaf, Mark, UnitCall
+from penstock.model.replay.recording.unit_calls import (
+    PARAMETER,
+    ForwardRecording,
+    Leaf,
+    Mark,
+    UnitCall,
+    flatten,
+    tensors_in,
+    unflatten,
+)
 
 
 class UnitMarks(Follower):  # type: ignore[no-untyped-call]
@@ -40,10 +48,10 @@ class UnitMarks(Follower):  # type: ignore[no-untyped-call]
         self.inputs = {self.storages.key(tensor) for tensor in inputs}
         self.buffers = {self.storages.key(tensor): name for name, tensor in kept}
         self.buffers.update({self.storages.key(buffer): f"the buffer {name}" for name, buffer in model.named_buffers()})
-        self.left: dict[int, str] = {}  # by an earlier run of the model's code, made of units' values
+        self.left: dict[int, str] = {}  # An earlier run has left these, made of units' values.
         self._shared: dict[int, tuple[str, set[int]]] = {}  # storages that a unit made one, and in the stages are not
-        self._behind: dict[int, str] = {}  # of these, those whose twin was written to
-        self._read: set[Mark] = set()  # by the unit that runs, beside its arguments
+        self._behind: dict[int, str] = {}  # Those of them whose twin was written to.
+        self._read: set[Mark] = set()  # The unit that runs has read these beside its arguments.
         self._may_write: set[int] = set()
         self.written_by: dict[int, set[str]] = {}  # storages, by which units
         self._parameters = {id(parameter) for parameter in model.parameters()}
@@ -58,7 +66,7 @@ class UnitMarks(Follower):  # type: ignore[no-untyped-call]
         self.marks[key] = self.marks.get(key, frozenset()) | {mark}
 
     def of(self, value: Any) -> frozenset[Mark]:
-        """All marks on the tensors of a value; a leak is refused here."""
+        """Return all marks on the tensors of a value; a leak is refused here."""
         found: set[Mark] = set(self.control)
         for tensor in tensors_in(value):
             key = self.storages.key(tensor)
@@ -84,17 +92,17 @@ class UnitMarks(Follower):  # type: ignore[no-untyped-call]
         return frozenset(found)
 
     def is_of_units(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made of what units returned, or inside of one."""
+        """Return whether a tensor was made of what units returned, or inside of one."""
         key = self.storages.key(tensor)
         return key in self.made_inside or any(call >= 0 for call, _ in self.marks.get(key, ()))
 
     def is_made_inside(self, tensor: Tensor) -> bool:
-        """Whether a unit made it and did not return it."""
+        """Return whether a unit made it and did not return it."""
         return self.storages.key(tensor) in self.made_inside
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """What is done inside is not the model's doing."""
+        """Follow nothing of what is done inside: it is not the model's doing."""
         before, self.quiet = self.quiet, True
         try:
             yield
@@ -102,7 +110,7 @@ class UnitMarks(Follower):  # type: ignore[no-untyped-call]
             self.quiet = before
 
     def read(self, tensors: list[Tensor]) -> None:
-        """The glue has turned these into Python values."""
+        """Note that the glue has turned these into Python values."""
         if self.inside is None and not self.quiet:
             self.recording.reads_values = True
             self.control |= self.of(tensors)
@@ -125,7 +133,7 @@ class UnitMarks(Follower):  # type: ignore[no-untyped-call]
             self._changed(self.storages.key(tensor))
 
     def _changed(self, key: int) -> None:
-        """The glue writes to it; every stage will, for itself."""
+        """Note that the glue writes to it; every stage will, for itself."""
         if key in self.buffers:
             raise ModelError(
                 f"the code between the units changes {self.buffers[key]} in place, which every stage would "
@@ -161,7 +169,7 @@ class UnitMarks(Follower):  # type: ignore[no-untyped-call]
                 self.made_inside.setdefault(key, unit)
 
     def check_parameters(self, unit: str, module: nn.Module) -> None:
-        """All stages have one table of a unit's parameters: the model's code may not exchange what is in it."""
+        """Refuse a unit whose parameters the model's code has exchanged: all stages have one table of them."""
         if any(id(parameter) not in self._parameters for parameter in module.parameters()):
             raise ModelError(
                 f"{unit} is called with other parameters than its own, as torch.func.functional_call does, which on "
@@ -177,14 +185,14 @@ class UnitMarks(Follower):  # type: ignore[no-untyped-call]
         self._read, self._may_write = set(), {self.storages.key(tensor) for tensor in own}
 
     def leave(self, module: nn.Module) -> frozenset[Mark]:
-        """What the unit has read of others' beside its arguments."""
+        """Return what the unit has read of others' beside its arguments."""
         own = {self.storages.key(tensor) for tensor in [*module.parameters(), *module.buffers()]}
         mine = {mark for key in own for mark in self.marks.get(key, ())}
         self.inside = None
         return frozenset(self._read - mine)
 
     def note(self, call: UnitCall, given: list[Tensor], output: Any) -> Any:
-        """A unit has returned. Its output, as copies: from here on these carry its marks.
+        """Note that a unit has returned; return its output as copies, which carry its marks from here on.
 
         What it only passed on (the same storage as an argument) keeps its old ones as well.
         """

@@ -99,7 +99,7 @@ def _opened(names: dict[str, nn.Module], units: Sequence[str], which: Sequence[s
 
 
 def _untangle(found: list[str], names: dict[str, nn.Module]) -> None:
-    """Every module once, by its first name, and none inside of another."""
+    """Name every module once, by its first name, and none inside of another."""
     first: dict[int, str] = {}
     for name, module in names.items():
         first.setdefault(id(module), name)
@@ -137,7 +137,7 @@ def _collect(name: str, module: nn.Module, found: list[str], *, in_list: bool) -
     elif isinstance(module, LISTS) and _count(module) >= 2:
         for child_name, child in module.named_children():
             _collect(dotted_name(name, child_name), child, found, in_list=True)
-    elif any(isinstance(part, LISTS) and _count(part) >= 2 for part in module.modules()):  # it has a trunk
+    elif any(isinstance(part, LISTS) and _count(part) >= 2 for part in module.modules()):  # The module has a trunk.
         for child_name, child in module.named_children():
             _collect(dotted_name(name, child_name), child, found, in_list=False)
     else:
@@ -145,7 +145,6 @@ def _collect(name: str, module: nn.Module, found: list[str], *, in_list: bool) -
 
 
 def _open_for(found: list[str], names: dict[str, nn.Module], unit: str) -> None:
-    """Open units until `unit`, which lies inside one of them, is a unit itself."""
     while unit not in found:
         around = [name for name in found if unit.startswith(f"{name}.") or name == ""]
         if not around or not _openable(names[around[0]]):
@@ -181,7 +180,7 @@ def _is_trunk(module: nn.Module) -> bool:
 
 
 def _openable(module: nn.Module) -> bool:
-    """Whether all parameters of a module lie in children, so that its own forward can be glue."""
+    """Return whether all parameters of a module lie in children, so that its own forward can be glue."""
     own = next(module.parameters(recurse=False), None)
     return _count(module) >= 1 and own is None and not isinstance(module, torch.jit.ScriptModule)
 

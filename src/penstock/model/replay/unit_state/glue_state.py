@@ -1,13 +1,12 @@
-"""What a model keeps from one call to the next: on its units, and on the modules whose code is glue.
+"""What a model keeps from one call to the next on the modules whose code is glue.
 
 Every stage runs the glue for itself, up to its own last unit call. So what the glue keeps (a counter, a moving mean, a
-memory) is right everywhere only if it is written where all that read it have passed. What is kept after unit call 3
-and read, the next time, before unit call 2, is missing on the stages in between; and what is made of units' values is
-made of stand-ins elsewhere. Both would be wrong in silence. Caches that are made on the way and used from there on
-are fine.
+memory) is right everywhere only if it is written where all that read it have passed: what is kept after unit call 3 and
+read, the next time, before unit call 2, is missing on the stages in between; and what is made of units' values is made
+of stand-ins elsewhere. Caches that are made on the way and used from there on are fine.
 
-Whether something is carried over shows in a second run: which of the attributes that the first has written are read,
-and where. That run is made only if the first left anything behind.
+Whether something is carried over shows in a second run, made only if the first left anything behind: which of the
+attributes that the first has written are read, and where.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from torch import Tensor, nn
 from penstock.errors import ModelError
 from penstock.model.names import dotted_name
 from penstock.model.original.settings import OWN
-from penstock.model.replay.recording.nested_values import tensors_in
 from penstock.model.replay.recording.snapshot import CONTAINERS, PLAIN, frozen, has_fields
+from penstock.model.replay.recording.unit_calls import tensors_in
 
 Attribute = tuple[str, str]  # a module's name, an attribute of it
 
@@ -35,18 +34,18 @@ class GlueState:
         self._names = {id(holder): name for name, holder in self._holders.items()}
         self._second_run = False
         self._last = self._snapshot()
-        self._written: dict[Attribute, int] = {}  # after how many unit calls
+        self._written: dict[Attribute, int] = {}  # Number of unit calls before it.
         self._first: dict[Attribute, int] = {}
         self._read: dict[Attribute, int] = {}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What the glue's modules hold beside parameters and buffers, with its name."""
+        """Yield what the glue's modules hold beside parameters and buffers, with its name."""
         for (holder, name), (value, _) in self._last.items():
             for tensor in tensors_in(value, 1):
                 yield dotted_name(holder, name), tensor
 
     def note_writes(self, position: int) -> None:
-        """Before a unit call, and at the end: what was written since the last look."""
+        """Note, before a unit call and at the end, what was written since the last look."""
         now = self._snapshot()
         for attribute, token in now.items():
             if attribute not in self._last or _differ(self._last[attribute], token):
@@ -55,28 +54,26 @@ class GlueState:
         self._last = now
 
     def left(self) -> dict[str, list[Tensor]]:
-        """The tensors that the run has left behind, by the name of where."""
+        """Return the tensors that the run has left behind, by the name of where."""
         return {dotted_name(*attribute): tensors_in(self._last[attribute][0], 1) for attribute in self._written}
 
     def begin_second_run(self) -> None:
-        """A second run begins: reads of what the first has written count (see `read`)."""
         self._first.clear()
         self._second_run = True
 
     def read(self, module: nn.Module, name: str, position: int) -> None:
-        """Code asks for an attribute of a module."""
         attribute = (self._names.get(id(module), ""), name)
         if self._second_run and id(module) in self._names and attribute in self._written:
             self._read.setdefault(attribute, position)
 
     def check(self) -> None:
-        """After the second run: nothing may be read before the place where it is written."""
+        """Refuse, after the second run, what is read before the place where it is written."""
         for attribute, read in self._read.items():
             value = self._last[attribute][0] if attribute in self._last else None
             rewritten = attribute in self._first  # the second run has written it too
             last = self._first[attribute] if rewritten and isinstance(value, CONTAINERS) else self._written[attribute]
             holder, name = attribute
-            shared = name in self._holders[holder]._buffers or has_fields(value)  # by the stages of a process
+            shared = name in self._holders[holder]._buffers or has_fields(value)  # The stages of a process share it.
             if (rewritten and shared) or (read < last and not has_fields(value)):
                 raise ModelError(
                     f"the code between the units keeps {dotted_name(holder, name)} from one call of the model to the "
@@ -85,7 +82,7 @@ class GlueState:
                 )
 
     def _snapshot(self) -> dict[Attribute, Any]:
-        """The value of each attribute, with a frozen copy of what is in it."""
+        """Return the value of each attribute, with a frozen copy of what is in it."""
         found: dict[Attribute, Any] = {}
         for name, holder in self._holders.items():
             values = {key: value for key, value in vars(holder).items() if key not in OWN}
@@ -94,7 +91,6 @@ class GlueState:
 
 
 def _glue(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a tree that are outside of units, by name."""
     if not getattr(type(module), "is_asked", False) and not isinstance(module, torch.jit.ScriptModule):
         yield name, module
         for child_name, child in module.named_children():

@@ -1,31 +1,30 @@
 """What a unit keeps on itself from call to call, and who else reads it.
 
-A counter, a moving average or a list that a unit changes in its forward is right where the unit runs. Code on another
-stage that reads it (the code between the units, another unit) would see what it was at the start, or on threads what
-it happens to be. So every access to attributes is followed while the example runs. What one unit keeps and others read
-is one more thing that they need of it. It cannot be sent, because a read before the unit's call means the value of the
-microbatch before: the plan has writer and readers on one stage, or refuses.
+A counter, a moving average or a list that a unit changes in its forward is right where the unit runs; code on another
+stage that reads it would see what it was at the start, or on threads what it happens to be. So every access to
+attributes is followed while the example runs. What one unit keeps and others read is one more thing that they need of
+it. It cannot be sent, because a read before the unit's call means the value of the microbatch before: the plan has
+writer and readers on one stage, or refuses.
 
-Tensors are followed by marks, as what units return is. Of numbers and containers nothing tells what becomes of them:
-all that comes after the read depends on them. What is written in the first of two runs only is a cache, and no state.
-And what others read may not change in training where it did not with the example (see `guard`).
+Tensors are followed by marks. Of numbers and containers nothing tells what becomes of them: all that comes after the
+read depends on them. What is written in the first of two runs only is a cache, and no state. And what others read may
+not change in training where it did not with the example (`Guard`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from penstock.errors import ModelError
 from penstock.model.names import dotted_name
 from penstock.model.original.settings import OWN
-from penstock.model.replay.recording.access import watch_access
-from penstock.model.replay.recording.nested_values import tensors_in
-from penstock.model.replay.recording.snapshot import changes_in_place, frozen
-from penstock.model.replay.recording.unit_calls import STATE, ForwardRecording, KeptState, Mark
+from penstock.model.replay.recording.snapshot import CONTAINERS, PLAIN, changes_in_place, frozen, watch_access
+from penstock.model.replay.recording.unit_calls import STATE, ForwardRecording, KeptState, Mark, tensors_in
 from penstock.model.replay.recording.unit_marks import UnitMarks
 from penstock.model.replay.unit_state.glue_state import GlueState
 
@@ -38,7 +37,7 @@ class Access(NamedTuple):
     who: str | None  # the unit in whose call it was; None: the code between them
     position: int  # how many calls came before
     holder: str  # the module that has the attribute
-    copy: int  # and which copy of that module; 0: the one that runs
+    copy: int  # Which copy of that module; 0: the one that runs.
 
 
 class _AccessLog:
@@ -48,8 +47,8 @@ class _AccessLog:
         self.marks = marks
         self.reads: dict[StateKey, set[Access]] = {}
         self.writes: dict[StateKey, set[Access]] = {}
-        self.states: list[StateKey] = []  # of tensors: what (STATE, number) stands for
-        self.names: dict[int, str] = {}  # of containers
+        self.states: list[StateKey] = []  # What (STATE, number) stands for, where it is a tensor.
+        self.names: dict[int, str] = {}
         self.touched: dict[int, tuple[Any, Any, Access]] = {}  # containers, since a unit was last called or returned
 
     def name(self, key: StateKey) -> str:
@@ -59,12 +58,12 @@ class _AccessLog:
         return {access.who for access in self.writes.get(key, ()) if access.who is not None}
 
     def outside(self, key: StateKey) -> list[Access]:
-        """Reads by others than the one unit that writes it."""
+        """Return the reads by others than the one unit that writes it."""
         writers = self.writers(key)
         return [access for access in self.reads.get(key, ()) if {access.who} != writers]
 
     def needs(self, unit: str | None, marks: Iterable[Mark]) -> Iterator[StateKey]:
-        """The kept tensors among what a unit call, or the output, needs of others."""
+        """Yield the kept tensors among what a unit call, or the output, needs of others."""
         for kind, number in marks:
             if kind == STATE and self.writers(self.states[number]) != {unit}:
                 yield self.states[number]
@@ -99,7 +98,7 @@ class UnitStateFollower:
                     log.states.append((holder, name))
 
         def on_access(module: nn.Module, name: str, written: bool) -> None:
-            if not marks.quiet and id(module) in self._names:  # and no copy that was made of one
+            if not marks.quiet and id(module) in self._names:  # A copy that was made of one is none of them.
                 self._note(log, module, name, written)
                 if not written:
                     carried.read(module, name, len(marks.recording.calls))
@@ -122,11 +121,11 @@ class UnitStateFollower:
             log.reads.setdefault(id(value), set()).add(access)
             log.names.setdefault(id(value), log.name((access.holder, name)))
             if id(value) not in log.touched:
-                self._held.append(value)  # as long as it lives, the number is its own
+                self._held.append(value)  # The number is its own while it lives.
                 log.touched[id(value)] = (value, frozen(value), access)
 
     def pause(self, unit: str = "", changed: Iterable[str] = ()) -> None:
-        """A unit is about to run, or has run and changed these attributes; and whoever ran may have filled lists."""
+        """Note what has changed as a unit is about to run, or has run: whoever ran may have filled lists."""
         log = self._logs[-1]
         for value, before, access in log.touched.values():
             if frozen(value) != before:
@@ -137,7 +136,7 @@ class UnitStateFollower:
             log.writes.setdefault((holder, attribute), set()).add(Access(unit, 0, holder, 0))
 
     def shared(self) -> list[StateKey]:
-        """What the first run has written and others read; if anything, a second one tells state from caches."""
+        """Return what the first run has written and others read; if anything, a second one tells state from caches."""
         log = self._logs[0]
         recording = log.marks.recording
         used = set(log.needs(None, recording.output))
@@ -145,7 +144,7 @@ class UnitStateFollower:
         return [key for key in log.writes if log.writers(key) and (key in used or log.outside(key))]
 
     def settle(self, recording: ForwardRecording) -> None:
-        """After all runs: put what is shared into the recording, or refuse it."""
+        """Put what is shared into the recording, after all runs, or refuse it."""
         log = self._logs[0]
         everywhere = {call.unit for call in recording.calls if call.glue}
         moving = [key for key in self.shared() if all(each.writers(key) for each in self._logs)]
@@ -176,7 +175,7 @@ class UnitStateFollower:
         self._guard(log, recording, set(moving))
 
     def _check_glue(self, log: _AccessLog) -> None:
-        """The code between units may set a unit's own attributes, which it does on every stage, and no inner ones."""
+        """Let the code between units set a unit's own attributes, which it does on every stage, and no inner ones."""
         for key, writes in log.writes.items():
             unit = self._unit_of.get(min(writes).holder) if all(write.who is None for write in writes) else None
             if unit is None:
@@ -194,7 +193,7 @@ class UnitStateFollower:
                 )
 
     def _guard(self, log: _AccessLog, recording: ForwardRecording, moving: set[StateKey]) -> None:
-        """What others read of a unit that has left it alone."""
+        """Have guarded what others read of a unit that has left it alone."""
         known = {log.name(key) for key in moving}
         called = {call.unit for call in recording.calls if not call.glue}
         for key, reads in log.reads.items():
@@ -208,7 +207,7 @@ class UnitStateFollower:
 
 
 def _check_copies(log: _AccessLog, key: StateKey) -> None:
-    """The copy of a unit that runs has attributes of its own: what reaches it in another way does not see them."""
+    """Refuse to reach the attributes of a unit in a way that does not see those of the copy that runs."""
     for read in sorted(log.outside(key), key=lambda read: read.position):
         for write in sorted(log.writes[key], key=lambda write: write.who or ""):
             if write.who in (None, read.who):
@@ -224,7 +223,7 @@ def _check_copies(log: _AccessLog, key: StateKey) -> None:
 
 
 def _check_order(log: _AccessLog, recording: ForwardRecording, key: StateKey) -> None:
-    """What every stage runs and keeps has the right value everywhere from there on, and nowhere before."""
+    """Refuse to read what every stage keeps before it is written: from there on it is right everywhere."""
     writers = log.writers(key)
     last = max(number for number, call in enumerate(recording.calls) if call.unit in writers)
     if any(read.position <= last for read in log.outside(key)):
@@ -233,3 +232,34 @@ def _check_order(log: _AccessLog, recording: ForwardRecording, key: StateKey) ->
             f"their last unit and would not all see what it was set to. Read it after the last call of "
             f"{', '.join(sorted(writers))} only, or pass it in as an input"
         )
+
+
+class Guard:
+    """What others read of one unit."""
+
+    def __init__(self, name: str, unit: nn.Module, attributes: Sequence[tuple[str, str]]) -> None:
+        self._name, self._attributes = name, list(attributes)
+        inner = dict(unit.named_modules())
+        self._holders = [(inner[holder], attribute) for holder, attribute in attributes]
+
+    def values(self) -> list[Any]:
+        return [_snapshot(holder, attribute) for holder, attribute in self._holders]
+
+    def check(self, before: list[Any]) -> None:
+        now = self.values()
+        if now == before:
+            return
+        changed = self._attributes[next(number for number, each in enumerate(now) if each != before[number])]
+        raise ModelError(
+            f"{self._name} has changed its {'.'.join(filter(None, changed))} in its forward, which it left alone with "
+            f"the example; code outside of {self._name} reads it, on stages that do not see the change. Let "
+            f"{self._name} return it, or build the pipeline with the model in the mode, and with an example, in which "
+            f"it changes"
+        )
+
+
+def _snapshot(holder: nn.Module, attribute: str) -> Any:
+    value = vars(holder).get(attribute, holder._buffers.get(attribute))
+    if isinstance(holder, _BatchNorm) and holder.num_batches_tracked is not None:
+        return frozen(value), holder.num_batches_tracked._version  # Statistics are written past their versions.
+    return frozen(value, 1) if isinstance(value, (*CONTAINERS, *PLAIN)) else frozen(value, 0)

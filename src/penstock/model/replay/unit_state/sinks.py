@@ -1,9 +1,9 @@
 """Lists, dicts and objects that a unit changes beside returning something.
 
-Hooks that collect hidden states, attention maps or a router's logits append to a list that a context variable holds;
-other models hand a list, a dict or an object with fields from block to block. What a call has changed there is one more
-output of it: where the unit does not run, the same is changed to what was received. Sinks are looked for in the call's
-arguments and in context variables.
+Hooks that collect hidden states or attention maps append to a list that a context variable holds; other models hand a
+list, a dict or an object with fields from block to block. What a call has changed there is one more output of it: where
+the unit does not run, the same is changed to what was received. Sinks are looked for in the call's arguments and in
+context variables.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Sinks:
         self._before = {path: _copied(sink) for path, sink in self._found.items()}
 
     def added(self) -> dict[Path, Any]:
-        """What has changed since, by where."""
+        """Return what has changed since, by where."""
         changes = {path: _change(self._before[path], sink) for path, sink in self._found.items()}
         return {path: change for path, change in changes.items() if change is not None}
 
     def put(self, added: dict[Path, Any]) -> bool:
-        """Let that be what has changed; False if there is no such place."""
+        """Change the same here; return False if there is no such place."""
         for path, change in added.items():
             sink = self._found.get(path)
             if sink is None or _kind(sink) != change[0]:
@@ -53,7 +53,7 @@ class Sinks:
         return True
 
     def run(self, function: Callable[[], Any]) -> tuple[Any, dict[Path, Any]]:
-        """What a function returns and changes; the sinks are as before."""
+        """Return what a function returns and changes; the sinks are as before."""
         try:
             output = function()
             return output, self.added()
@@ -79,7 +79,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _change(before: Any, now: Any) -> tuple[Any, ...] | None:
-    """How to make `now` of what it was before, or nothing: (kind, what stays or goes, what is put there)."""
+    """Return how to make `now` of what it was before, or None: (kind, what stays or goes, what is put there)."""
     kind = _kind(now)
     if kind == "dict":
         new = {key: now[key] for key in now if key not in before or not _same(before[key], now[key])}
@@ -129,11 +129,11 @@ def _walk(value: Any, path: Path, depth: int, seen: set[int]) -> Iterator[tuple[
 
 
 def install_collectors(model: nn.Module, tree: nn.Module) -> Callable[[], None]:
-    """Transformers' models install the hooks that collect when they first need them, once for a model.
+    """Return a function that installs on the model the hooks that the run of `tree` has installed on its copies.
 
-    A tree of copies shares its hooks with the model, so each tree would install them once more. The answer is a
-    function that installs on the model what the run of `tree` has installed on its copies; without a request to
-    collect, such hooks do nothing.
+    Transformers' models install the hooks that collect outputs when they first need them, once for a model. A tree of
+    copies shares its hooks with the model, so each tree would install them once more; without a request to collect,
+    such hooks do nothing.
     """
     own = dict(model.named_modules())
     names = [name for name, twin in tree.named_modules() if vars(twin).get(_FLAG) and not vars(own[name]).get(_FLAG)]

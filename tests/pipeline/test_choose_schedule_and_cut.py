@@ -11,7 +11,7 @@ from torch.nn import functional as F
 import penstock
 from penstock.errors import ModelError
 from penstock.model.balance.profile import Weight
-from penstock.pipeline.searched_cut import SearchedCut
+from penstock.pipeline.choose_schedule import SearchedCut
 from penstock.schedule import lower, verify
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelError
-from penstock.model.shared_layers import SharedLayers, refuse_shared_norms
+from penstock.model.by_position import SharedLayers, refuse_shared_norms
 
 
 class Counting(nn.Module):

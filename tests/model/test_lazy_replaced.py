@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from penstock.errors import UsageError
-from penstock.model.original.replaced_parameters import mark_replaced
+from penstock.model.lazy import mark_replaced
 
 
 def test_an_optimizer_of_replaced_parameters_is_refused_when_it_steps_and_others_are_not() -> None:

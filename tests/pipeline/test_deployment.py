@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.pipeline.programs import KEPT, Programs
+from penstock.pipeline.deployment import KEPT, Programs
 from penstock.schedule import build, lower
 
 WIDTH, LONGEST = 6, 32

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import CutWarning
 from penstock.model.cut import cut_model
-from penstock.model.stage_shares import doubts_about
+from penstock.model.staged_model import doubts_about
 from penstock.schedule import build
 
 

@@ -29,8 +29,8 @@ from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.config.source import libraries_of
 from penstock.tools.train.data.batch import DataBatch, DataBatches
 from penstock.tools.train.data.batches import check_validation, open_data
+from penstock.tools.train.data.checks import check_vocabulary, position_warning
 from penstock.tools.train.data.row_batches import RowBatches
-from penstock.tools.train.data.vocabulary import check_vocabulary, position_warning
 from penstock.tools.train.models.huggingface import left_out, tensor_plan_of
 from penstock.tools.train.run.activations import measure_peaks
 from penstock.tools.train.run.allocations import StepPeaks, bytes_of

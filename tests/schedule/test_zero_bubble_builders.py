@@ -17,10 +17,11 @@ from tiers import mostly_slow
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, parse, trusted
 from penstock.schedule.builders.dualpipe import dualpipe_v
-from penstock.schedule.builders.greedy import Durations, fill_weights
+from penstock.schedule.builders.filling import fill_weights
 from penstock.schedule.builders.one_f_one_b import alternate
 from penstock.schedule.builders.v import v_half, v_min, v_placement, zb_v
 from penstock.schedule.builders.zero_bubble import interleaved_zb, zb_h1, zb_h2
+from penstock.schedule.timing.costs import Costs
 
 Orders = list[list[Action]]
 DURATION = {Op.F: 1, Op.I: 1, Op.W: 1, Op.B: 2}
@@ -240,8 +241,8 @@ def chain(ranks: int, microbatches: int, warmup: Callable[[int], int]) -> Orders
 
 
 def test_filling_reaches_the_published_optimum_under_measured_costs() -> None:
-    durations = Durations([18.522] * 8, [18.086] * 8, [9.337] * 8, hop=0.601)
-    filled = fill_weights(chain(8, 24, lambda rank: 8 - rank), range(8), 8, durations)
+    costs = Costs(18.522, 18.086, 9.337, hop=0.601)
+    filled = fill_weights(chain(8, 24, lambda rank: 8 - rank), range(8), 8, costs)
     assert filled.makespan == pytest.approx(1310.405)
     assert max(filled.peaks) == 8
 

@@ -28,7 +28,7 @@ class SearchedCut:
     def __init__(self, count: int, ranks: int | None, speeds: Sequence[float] | None) -> None:
         self.count, self.ranks, self.speeds = count, ranks, speeds
         self.found: FoundCut | None = None
-        self._searching = tool("penstock.tools.search.uneven.entry", 'schedule="auto" with balance="time"')
+        self._searching = tool("penstock.tools.search.cut_search", 'schedule="auto" with balance="time"')
 
     def cuts(self, stages: int, weights: Sequence[Weight], allowed: Sequence[int] | None) -> list[int]:
         """The first pieces of stages 1, 2, ...; a cut may be before the `allowed` ones."""

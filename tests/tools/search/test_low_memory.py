@@ -20,13 +20,13 @@ from penstock.schedule import (
     stage_costs,
     verify,
 )
+from penstock.schedule.builders.dispatch import Rule
+from penstock.schedule.builders.filling import Candidate, complete, price
 from penstock.schedule.builders.problem import Problem
-from penstock.schedule.builders.rhythm import Rhythm, follow
-from penstock.tools.search.orders.dispatch import Rule
-from penstock.tools.search.orders.evaluate import Candidate, complete, price
-from penstock.tools.search.orders.grouped import Grouping, group_sizes, grouped
-from penstock.tools.search.orders.recipes import drawn, first_recipes, made
-from penstock.tools.search.orders.wave import Wave
+from penstock.schedule.builders.rhythm import Rhythm
+from penstock.tools.search.placement_search import made
+from penstock.tools.search.portfolio import drawn, first_rules
+from penstock.tools.search.rules import ByStage, Groups, Wave, group_sizes
 
 PROFILED = Costs(18.522, 18.086, 9.337, hop=0.601)  # ms of a whole rank, as published for a 1.5B model
 TUNED = [name for name, family in FAMILIES.items() if family.cap is not None]
@@ -41,8 +41,8 @@ def idle(schedule: Schedule, costs: Costs) -> float:
     return simulate(schedule, stage_costs(costs, schedule.placement.stages_per_rank)).bubble
 
 
-def idle_of(given: Problem, recipe: Grouping | Rhythm, overrun: tuple[float, float]) -> float:
-    orders = made(given, recipe)
+def idle_of(given: Problem, rule: Rule, overrun: tuple[float, float]) -> float:
+    orders = made(given, rule)
     assert orders is not None
     score = price(given, orders, overrun)
     assert score is not None
@@ -50,7 +50,7 @@ def idle_of(given: Problem, recipe: Grouping | Rhythm, overrun: tuple[float, flo
 
 
 def test_groups_of_half_the_ranks_idle_little_in_five_eighths_of_the_memory() -> None:
-    assert idle_of(problem(Placement.loop(8, 4), 24, 5.0), Grouping(4), (0.0, 0.0)) <= 0.140
+    assert idle_of(problem(Placement.loop(8, 4), 24, 5.0), Groups(size=4), (0.0, 0.0)) <= 0.140
 
 
 def test_the_rhythm_of_a_v_idles_little_in_half_of_the_memory() -> None:
@@ -67,15 +67,15 @@ def test_in_a_quarter_of_the_memory_microbatches_that_never_rest_idle_least() ->
 
 def test_where_memory_is_tight_groups_as_large_as_it_holds_come_first() -> None:
     """Groups that never make a rank wait do not fit; of the others, larger ones idle less."""
-    first = first_recipes(problem(Placement.loop(8, 4), 24, 4.0))[0]
-    assert first == Grouping(4, patience=0.0)
-    assert first_recipes(problem(Placement.loop(8, 4), 24, 8.0))[0] != Grouping(8, patience=0.0)
+    first = first_rules(problem(Placement.loop(8, 4), 24, 4.0))[0]
+    assert first == Groups(size=4, patience=0.0)
+    assert first_rules(problem(Placement.loop(8, 4), 24, 8.0))[0] != Groups(size=8, patience=0.0)
 
 
 def test_a_group_that_memory_does_not_hold_has_no_order() -> None:
     given = problem(Placement.loop(4, 2), 8, 1.0)
-    assert grouped(given, Grouping(4)) is None
-    assert follow(problem(Placement.v(4, 2), 8, 1.0), Rhythm(slack=4.0)) is None
+    assert made(given, Groups(size=4)) is None
+    assert made(problem(Placement.v(4, 2), 8, 1.0), Rhythm(slack=4.0)) is None
 
 
 @pytest.mark.parametrize(
@@ -93,25 +93,25 @@ def test_groups_share_a_batch(microbatches: int, size: int, even: bool, sizes: l
     assert group_sizes(microbatches, size, even) == sizes
 
 
-def test_what_recipes_make_is_a_schedule_within_memory() -> None:
+def test_what_rules_make_is_a_schedule_within_memory() -> None:
     generator = random.Random(0)
     seen = set()
-    for _ in range(30):
+    for _ in range(60):
         ranks, per_rank = generator.randint(1, 6), generator.randint(1, 4)
         placement = generator.choice((Placement.loop, Placement.v))(ranks, per_rank)
         costs = Costs(*(generator.uniform(0.5, 2) for _ in range(3)), hop=generator.uniform(0, 0.2))
-        given = problem(placement, generator.randint(1, 12), generator.uniform(1, ranks + 1), costs)
-        recipe = drawn(given, None, generator)
-        orders = made(given, recipe)
+        given = problem(placement, generator.randint(1, 12), generator.uniform(1, 2 * ranks), costs)
+        rule = drawn(given, None, generator)
+        orders = made(given, rule)
         if orders is None or price(given, orders, (0.3, 0.0)) is None:
             continue
-        seen.add(type(recipe))
+        seen.add(type(rule))
         schedule = given.schedule(complete(given, Candidate((0.0, 0.0), orders, (0.3, 0.0))), "auto")
         verify(lower(schedule))
         timeline = simulate(schedule, given.costs)
         assert max(timeline.peak_memory) <= given.memory[0] * (1 + 1e-9)
         assert timeline.makespan == pytest.approx(price(given, orders, (0.3, 0.0))[0])
-    assert seen == {Grouping, Rhythm, Rule, Wave}
+    assert seen == {ByStage, Groups, Rhythm, Wave}
 
 
 def test_search_within_five_eighths_of_the_memory() -> None:

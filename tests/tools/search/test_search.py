@@ -174,7 +174,10 @@ def test_the_span_can_be_the_objective() -> None:
         ({"speeds": []}, "speeds is about layers"),
         ({"layers": [1, float("nan"), 1]}, "layer 1 is nan"),
         ({"links": [1, 2, 3]}, "one row of numbers per rank"),
-        ({"costs": Costs(sizes=[1, 2, 3, 9]), "memory": 4}, "a rank lacks at least 5; give more, recompute=True"),
+        (
+            {"costs": Costs(sizes=[1, 2, 3, 9]), "memory": 4},
+            "the largest microbatch alone holds 9 there; give at least that much, recompute=True",
+        ),
         ({"costs": {"forward": 1}}, "costs must be a Costs"),
         ({"costs": Costs(1e308, 1e308, 1e308)}, "too large to be added up"),
         ({"recompute": "yes"}, "recompute is True or False"),
@@ -385,7 +388,7 @@ def test_where_an_order_takes_long_few_families_are_built_and_little_is_lost(mon
     arguments = (8, 32, Costs(11.0, 11.0, 8.0, hop=0.4), 8)
     sizes = {"stages_per_rank": (2, 3, 4), "placements": "loop", "seconds": 0}
     every = search_report(*arguments, **sizes)
-    monkeypatch.setattr(import_module("penstock.tools.search.hunt"), "LARGE", 0)
+    monkeypatch.setattr(import_module("penstock.tools.search.placement_search"), "LARGE", 0)
     few = search_report(*arguments, **sizes)
     assert few.value <= 1.005 * simulate(build("interleaved-zb", 8, 32, 4), stage_costs(arguments[2], 4)).makespan
     assert sum(tried.orders for tried in few.tried) < 0.2 * sum(tried.orders for tried in every.tried)

@@ -22,7 +22,7 @@ from penstock.schedule import (
 )
 from penstock.schedule.builders import TRAINING
 from penstock.schedule.builders.problem import Problem
-from penstock.tools.search.steady_bound import steady_bound
+from penstock.tools.search.bounds.steady_bound import steady_bound
 
 SMALL = 8, 24, Costs(forward=18.522, input=18.086, weight=9.337, hop=0.601)  # published times, in ms
 MIDDLE = 16, 64, Costs(forward=11.307, input=11.254, weight=8.101, hop=0.379)

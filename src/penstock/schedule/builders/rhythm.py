@@ -24,102 +24,36 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from penstock.schedule.builders.clocked import EPSILON, Clocked, choose
-from penstock.schedule.builders.problem import Orders, Problem
+from penstock.schedule.builders.dispatch import EPSILON, Keys, Rule
+from penstock.schedule.builders.problem import Problem
 
 
-@dataclass(frozen=True)
-class Rhythm:
-    """What a rank prefers when it follows the rhythm of a V."""
+@dataclass(frozen=True, kw_only=True)
+class Rhythm(Rule):
+    """What goes first where stages keep to the rhythm of a V."""
 
-    # Place of a slot's share for a hop down, between the least and the most that it can be.
-    down: float = 0.5
+    turn: str = "key"
+    patience: float = 0.3
+    overrun: float = 0.6
+    weight_time: float = 0.7
+    hop_time: float = 0.0
+    down: float = 0.5  # a slot's share for a hop down, between the least and the most that it can be
     slack: float | None = 0.0  # memory of a stage beyond what the rhythm needs, in periods; None: all shared by `shape`
     shape: float = 0.8  # how much more of the memory goes to stages that hold for long
-    patience: float = 0.3  # how long to wait for what should come first, in forwards
-    overrun: float = 0.6  # the share of a W by which it may make the next action late
-    memory: float = 1.0  # the share of the caps to use
-    weight_time: float = 0.7  # the clock, in true W and hops
-    hop_time: float = 0.0
     # Without rest: so many of the shortest periods that memory can bear between two.
     pace: float | None = None
 
-
-def follow(problem: Problem, rhythm: Rhythm) -> Orders | None:
-    """Build the order of F and I; None where memory does not let it end."""
-    return _Follow(problem, rhythm).run()
-
-
-class _Follow(Clocked):
-    """A free rank takes what the rhythm has first, of what is there."""
-
-    def __init__(self, problem: Problem, rhythm: Rhythm) -> None:
-        super().__init__(problem, rhythm.memory, rhythm.weight_time, rhythm.hop_time)
-        stages = problem.stages
-        self.patience, self.keep = rhythm.patience * self.mean, 1 - rhythm.overrun
-        if rhythm.pace is None:
-            self.forward_at, self.input_at, self.period = _times(problem, rhythm.down)
-            self.quota = _quotas(problem, rhythm, self.room, (self.forward_at, self.input_at, self.period))
+    def keys(self, problem: Problem) -> Keys:
+        """Return when each place would have its turn if nobody waited."""
+        rooms = self.rooms(problem)
+        if self.pace is None:
+            forward_at, input_at, period = _times(problem, self.down)
+            quotas, starts = _quotas(problem, self, rooms, (forward_at, input_at, period)), 0.0
         else:
-            self.forward_at, self.input_at, self.period = _restless(problem, rhythm.pace, self.room)
-            self.quota = [problem.microbatches] * stages
-            self.at[: self.count] = [microbatch * self.period for microbatch in range(self.count)]
-            # They are in order, so this is a heap.
-            self.events += [(start, self.home[0]) for start in self.at[1 : self.count]]
-        self.in_flight, self.forwards, self.inputs = [0] * stages, [0] * stages, [0] * stages
-        self.owned = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
-
-    def step(self, rank: int, now: float) -> None:
-        """Take the first that is there, unless one that should come before it is there soon; else a W."""
-        owed = self.owed[rank]
-        found = [
-            (x, key, wait, x >= self.size or (self._allowed(x) and self.fits(rank, x)))
-            for x, key, wait in self._next(rank, now)
-        ]
-        first, first_key, soon, soon_key, full, full_key = choose(found, self.patience)
-        if full_key < first_key and owed:
-            stage = full // self.count
-            self._pay(rank, now, stage if stage in owed else owed[0])
-        elif first >= 0 and soon_key >= first_key:
-            if self.fits(rank, first):
-                self._take(rank, now, first)
-            else:
-                self._pay(rank, now, owed[0])
-        elif owed and soon >= self.keep * self.time_of_weight(owed[0]) - EPSILON:
-            self._pay(rank, now, owed[0])
-
-    def _next(self, rank: int, now: float) -> list[tuple[int, float, float]]:
-        """Return, of each stage, the next F and I that exist: number, place in the rhythm, and in what time each
-        arrives.
-        """
-        found, count, size, at, period = [], self.count, self.size, self.at, self.period
-        for stage in self.owned[rank]:
-            microbatch = self.forwards[stage]
-            if microbatch < count and (arrival := at[stage * count + microbatch]) >= 0.0:
-                key = self.forward_at[stage] + microbatch * period
-                found.append((stage * count + microbatch, key, arrival - now))
-            microbatch = self.inputs[stage]
-            if microbatch < count and (arrival := at[size + stage * count + microbatch]) >= 0.0:
-                key = self.input_at[stage] + microbatch * period
-                found.append((size + stage * count + microbatch, key, arrival - now))
-        return found
-
-    def _allowed(self, x: int) -> bool:
-        stage = x // self.count
-        return self.in_flight[stage] < self.quota[stage]
-
-    def _pay(self, rank: int, now: float, stage: int) -> None:
-        self.in_flight[stage] -= 1
-        self.weight(rank, now, stage)
-
-    def _take(self, rank: int, now: float, x: int) -> None:
-        stage = x % self.size // self.count
-        if x < self.size:
-            self.forwards[stage] += 1
-            self.in_flight[stage] += 1
-        else:
-            self.inputs[stage] += 1
-        self.compute(rank, now, x)
+            forward_at, input_at, period = _restless(problem, self.pace, rooms)
+            quotas, starts = None, period
+        turns = [turn * period for turn in range(problem.microbatches)]
+        return Keys([*forward_at, *input_at], turns, turns, quotas, reserve=False, starts=starts)
 
 
 def _times(problem: Problem, down: float) -> tuple[list[float], list[float], float]:

@@ -25,7 +25,7 @@ repeated every six slots. Two facts make the repeated block a good order of F an
   thirds of `ranks` stages, which is a third of 1F1B's memory; 1, 2, 1, 2 hold half of it.
 
 Only the order is kept. The slots are squeezed out, as each action runs as soon as it can, and
-`greedy` puts each W where its rank would idle or would hold more than the family's cap.
+`filling` puts each W where its rank would idle or would hold more than the family's cap.
 
 The rests decide whether the legs fall on different slots modulo six on every rank, and how
 the fill and drain meet the middle; which are best depends on the remainder of `ranks`. So a
@@ -45,9 +45,10 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from penstock.schedule.action import Action, Op, trusted
-from penstock.schedule.builders.greedy import Filled, fill_weights, preference
+from penstock.schedule.builders.dispatch import dispatch
+from penstock.schedule.builders.filling import Filled, fill_weights, preference
 from penstock.schedule.builders.problem import Problem
-from penstock.schedule.builders.rhythm import Rhythm, follow
+from penstock.schedule.builders.rhythm import Rhythm
 from penstock.schedule.placement import Placement
 from penstock.schedule.timing.costs import Costs
 
@@ -160,10 +161,11 @@ def _best_of_trial(
 def _in_rhythm(ranks: int, microbatches: int, cap: int) -> Filled | None:
     """Build the order of a V that keeps to a rhythm, with a fill as quick as memory allows; None where it stops."""
     problem = Problem(Placement.v(ranks, 2), microbatches, Costs(), (float(cap),) * ranks)
-    found = follow(problem, Rhythm(patience=0.0, overrun=0.0, weight_time=1.0))
+    found = dispatch(problem, Rhythm(patience=0.0, overrun=0.0, weight_time=1.0))
     if found is None:
         return None
-    return fill_weights([[problem.action(x) for x in order] for order in found], v_placement(ranks), cap)
+    orders = [[problem.action(x) for x in order if x < 2 * problem.size] for order in found.orders]
+    return fill_weights(orders, v_placement(ranks), cap)
 
 
 def _repeat(block: VBlock, ranks: int, microbatches: int, cap: int) -> Filled:

@@ -3,7 +3,7 @@
 1F1B idles because a rank's backward keeps its neighbour waiting for two things at once.
 Split in two (arXiv 2401.10241), only the half I that makes the neighbour's gradient is
 awaited, and the other half, W, is work to put where the rank would idle. So these builders
-say in which order a rank runs F and I, and `greedy` places W:
+say in which order a rank runs F and I, and `filling` places W:
 
     zb-h1   rank 0  0F0 0F1 .   0I0 0W0 0F2 0I1 0W1 0I2 0W2
             rank 1  .   1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from penstock.errors import ScheduleError
 from penstock.schedule.action import Action, Op, in_order
-from penstock.schedule.builders.greedy import Filled, fill_weights, preference
+from penstock.schedule.builders.filling import Filled, fill_weights, preference
 from penstock.schedule.builders.one_f_one_b import alternate, in_rounds
 
 

@@ -15,7 +15,7 @@ from penstock.rules import check_count, is_float
 __all__ = ["Budget", "budget_of"]
 
 USUAL = 5.0  # seconds of a search that is given neither
-SECONDS = 5e-6  # that a rule takes for each compute, about: to know what there is no time for
+SECONDS = 1.5e-5  # about what a rule takes for each compute: it tells what there is no time for
 
 
 class Budget:
@@ -43,12 +43,12 @@ class Budget:
         return self.limit - self.spent
 
     def for_a_rule(self, computes: int) -> float:
-        """About what making an order of this size by a rule takes, in the unit of the limit."""
+        """Return about what making an order of this size by a rule takes, in the unit of the limit."""
         return 0.0 if self.counts_orders else computes * SECONDS
 
 
 def budget_of(seconds: float | None, effort: int | None) -> Budget:
-    """The budget that a user gave."""
+    """Return the budget that a user gave."""
     if seconds is not None and effort is not None:
         raise UsageError(
             f"effort counts orders in place of seconds, got seconds={seconds!r} and effort={effort!r}; give one of them"

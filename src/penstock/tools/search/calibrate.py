@@ -28,7 +28,7 @@ Edge = tuple[int, int]  # two stages
 
 
 def _overlap(timeline: Timeline, costs: Costs) -> dict[Edge, float] | None:
-    """By (stage of F, stage of the backward): what pairs that were run as one took, of the sum of their parts.
+    """Return, by (stage of F, of the backward), what pairs that were run as one took of the sum of their parts.
 
     Only where both parts also ran by themselves, as they do while a pipeline fills and drains.
     """
@@ -47,7 +47,7 @@ def _overlap(timeline: Timeline, costs: Costs) -> dict[Edge, float] | None:
 
 
 def hops(timeline: Timeline) -> dict[Edge, list[float]]:
-    """By (stage that made it, stage that used it): the times of messages that somebody waited for."""
+    """Return, by (stage that made it, stage that used it), the times of messages that somebody waited for."""
     found: dict[Edge, list[float]] = defaultdict(list)
     for span in timeline.spans:
         maker = timeline.waited_for(span) if span.wait else None
@@ -72,13 +72,13 @@ def _hop(timeline: Timeline) -> float:
 
 
 def _full(timeline: Timeline, times: Mapping[tuple[Op, int], float], stage: int) -> float:
-    """A stage's full backward, without the forward that it runs again."""
+    """Return a stage's full backward, without the forward that it runs again."""
     again = times[Op.F, stage] if stage in timeline.schedule.recompute else 0.0
     return max(0.0, times.get((Op.B, stage), 0.0) - again)
 
 
 def costs_of(timeline: Timeline) -> Costs:
-    """The costs under which the simulator repeats the run; see `Costs.from_timeline`."""
+    """Return the costs under which the simulator repeats the run; see `Costs.from_timeline`."""
     times = {key: statistics.median(values) for key, values in occupied(timeline).items()}
     stages = range(timeline.schedule.stages)
     missing = [stage for stage in stages if (Op.F, stage) not in times]
@@ -97,7 +97,7 @@ def costs_of(timeline: Timeline) -> Costs:
 
 
 def outside(timeline: Timeline) -> float:
-    """What a recorded step took beside its makespan: the batch and the optimizer before it, the reports after it.
+    """Return what a step took beside its makespan: the batch and the optimizer before it, the reports after it.
 
     Not what a rank waited in its first action: where the ranks did not come to the step together, that is no work.
     """
@@ -112,7 +112,7 @@ def outside(timeline: Timeline) -> float:
 
 
 def fitted(costs: Costs, schedule: Schedule, stages: int) -> Costs:
-    """Costs measured on `stages` stages, for a schedule that may cut the same model into another number.
+    """Return costs measured on `stages` stages for a schedule that may cut the same model into another number.
 
     Another cut is taken to be even: each of its stages gets an equal part of the whole model's time.
     """

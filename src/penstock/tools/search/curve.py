@@ -17,11 +17,11 @@ from penstock.schedule.timing.costs import Costs
 from penstock.tools.search.bounds.lower_bound import NoRoom
 from penstock.tools.search.found import Found
 from penstock.tools.search.request import Progress, Request, memory_of_1f1b
-from penstock.tools.search.search import search_even
+from penstock.tools.search.search import search_placements
 
 __all__ = ["SHARES", "CurvePoint", "search_curve"]
 
-SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1, 5 / 4, 3 / 2, 2)  # of 1F1B's memory
+SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1, 5 / 4, 3 / 2, 2)  # What 1F1B holds is 1.
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def search_curve(
     asked = Request(
         ranks, microbatches, costs, None, stages_per_rank, placements, seconds=seconds, effort=effort, seed=seed
     )
-    if asked.uneven:
+    if asked.priced.sizes is not None:
         raise UsageError("the curve takes a Costs of microbatches that are alike, such as Costs(forward=2.0)")
     caps = _caps(ranks, asked.priced, memory)
     points: list[CurvePoint] = []
@@ -96,11 +96,11 @@ def search_curve(
 
 
 def _point(request: Request, before: Found | None) -> Found:
-    """The best schedule within the request's memory; `before` is that of less memory."""
-    found = search_even(request, request.budget)
+    """Return the best schedule within the request's memory; `before` is that of less memory."""
+    found = search_placements(request)
     if before is None or found.value < before.value * (1 - ROUNDING):
         return found
-    again = search_even(request, request.budget, before.schedule)
+    again = search_placements(request, before.schedule)
     best = again if again.value < found.value else found
     if best.value <= before.value:
         return best
@@ -108,7 +108,7 @@ def _point(request: Request, before: Found | None) -> Found:
 
 
 def _shifted(progress: Progress | None, begin: float) -> Progress | None:
-    """The same for a search that begins when so much is spent."""
+    """Return the same for a search that begins when so much is spent."""
     return None if progress is None else lambda spent, value, bound: progress(begin + spent, value, bound)
 
 

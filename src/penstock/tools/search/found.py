@@ -48,10 +48,10 @@ class Found:
     """
 
     schedule: Schedule
-    costs: Costs  # of one stage, as `simulate` takes them
+    costs: Costs
     objective: str
-    value: float  # the makespan, the period, or the longest span
-    lower_bound: float  # of all that was allowed: every number of stages per rank, every placement
+    value: float
+    lower_bound: float
     tried: tuple[Tried, ...]
     seconds: float
 

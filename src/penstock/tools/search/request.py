@@ -17,13 +17,13 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.timing.costs import Costs, given_costs
 from penstock.tools.search.bounds.lower_bound import caps_of
 from penstock.tools.search.budget import Budget, budget_of
-from penstock.tools.search.uneven.layers import Hosts, Layer, layers_of, listed
+from penstock.tools.search.layers import Hosts, Layer, layers_of, listed
 
 __all__ = ["PLACEMENTS", "Objective", "Progress", "Request", "asked", "memory_of_1f1b"]
 
 PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {"loop": Placement.loop, "v": Placement.v}
 SIZES = (1, 2, 3, 4)  # stages per rank to try
-MORE_SIZES = (6, 8)  # to try on pipelines that are not large: small stages fill sooner, and memory holds more groups
+MORE_SIZES = (6, 8)  # If the pipeline is not large: small stages fill sooner, and memory holds more groups.
 
 Progress = Callable[[float, float, float], None]  # spent so far, the best value so far, the lower bound
 P = ParamSpec("P")
@@ -92,7 +92,7 @@ class Request:
         self._set("layers", None if self.layers is None else layers_of(self.layers))
         self._set("speeds", None if self.speeds is None else listed("speeds", self.speeds, "one number per rank"))
         self._set("skips", listed("skips", self.skips, "pairs (from layer, to layer)"))
-        check_size(self.ranks, self.microbatches, 1)  # before there is a list with an entry per rank
+        check_size(self.ranks, self.microbatches, 1)  # This is before there is a list with an entry per rank.
         self._set("priced", self._with_links())
         self._set("caps", tuple(caps_of(self.memory, self.ranks)))
         self._set("memory", None if self.memory is None else self.caps)
@@ -115,12 +115,6 @@ class Request:
     def may_recompute(self) -> bool:
         """Are stages that recompute to be tried? Without a cap, they only take time."""
         return self.recompute and min(self.caps) < math.inf
-
-    @property
-    def uneven(self) -> bool:
-        """Is there more than costs by rank or stage: layers to cut, or microbatches that differ?"""
-        uneven = self.layers is not None or self.speeds is not None or self.skips or self.vocabulary
-        return bool(uneven) or self.priced.sizes is not None
 
     def _with_links(self) -> Costs:
         costs, links = given_costs(self.costs), self.links
@@ -167,7 +161,7 @@ class Request:
             check_size(self.ranks, self.microbatches, size)
 
 
-Request.__init__.__qualname__ = "search"  # so do errors call it when an argument is missing
+Request.__init__.__qualname__ = "search"  # Errors call it that when an argument is missing.
 
 
 def asked(ask: Callable[P, Request], about: str) -> Callable[[Callable[[Request], Answer]], Callable[P, Answer]]:
@@ -187,13 +181,13 @@ def asked(ask: Callable[P, Request], about: str) -> Callable[[Callable[[Request]
 
 
 def memory_of_1f1b(ranks: int, costs: Costs) -> float:
-    """What the first rank of 1F1B holds: as many microbatches as there are ranks."""
+    """Return what the first rank of 1F1B holds: as many microbatches as there are ranks."""
     held = costs.activation
     return ranks * held if isinstance(held, (int, float)) else sum(held)
 
 
 def _check_costs_beside_layers(costs: Costs) -> None:
-    """Times and memory are the layers' own; said twice, one of them would be ignored."""
+    """Refuse times and memory beside the layers' own: one of them would be ignored."""
     usual = Costs()
     told = [name for name in (*SHARED, "bytes", "overlap") if getattr(costs, name) != getattr(usual, name)]
     if told:

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 from penstock.errors import UsageError
 from penstock.schedule.action import Action
+from penstock.schedule.builders.filling import complete
 from penstock.schedule.builders.problem import Problem
 from penstock.schedule.placement import Placement
 from penstock.schedule.timing.costs import Costs
 from penstock.tools.search.budget import Budget
-from penstock.tools.search.hunt import Hunt
-from penstock.tools.search.orders.evaluate import complete
+from penstock.tools.search.placement_search import PlacementSearch
 
 __all__ = ["tuned"]
 
@@ -30,25 +30,25 @@ FEWEST, MOST = 100, 600  # orders
 def tuned(
     rows: Sequence[Sequence[Action]], placement: Placement, microbatches: int, costs: Costs, cap: int
 ) -> list[list[Action]]:
-    """The best order found for these costs per stage, in memory for `cap` stages of microbatches per rank."""
+    """Return the best order found for these costs per stage, in memory for `cap` stages of microbatches per rank."""
     if costs.sizes is not None:
         raise UsageError("build takes costs of microbatches that are alike; for sizes, see order_microbatches")
     alike = replace(costs, activation=1.0, held=None, kept=0.0, overlap=None)
     most = max(cap, *(_most_held(row) for row in rows))  # some orders of short batches need more than they promise
     problem = Problem(placement, microbatches, alike, (float(most),) * placement.ranks)
     budget = Budget(0.0, max(FEWEST, min(MOST, EFFORT // (3 * problem.size))))
-    hunt = Hunt(problem, "", random.Random(0), budget)
-    hunt.begin(problem.numbers(rows))
-    if not hunt.large:
-        for _ in hunt.rules():
+    search = PlacementSearch(problem, "", random.Random(0), budget)
+    search.begin(problem.numbers(rows))
+    if not search.large:
+        for _ in search.rules():
             pass
-        while budget.left > 0 and not hunt.done:
-            hunt.step()
-    return [[problem.action(x) for x in order] for order in complete(problem, hunt.best[0])]
+        while budget.left > 0 and search.can_beat(search.value):
+            search.step()
+    return [[problem.action(x) for x in order] for order in complete(problem, search.best[0])]
 
 
 def _most_held(row: Sequence[Action]) -> int:
-    """The most stages of microbatches that a rank holds at once, from F to W or B."""
+    """Return the most stages of microbatches that a rank holds at once, from F to W or B."""
     held = most = 0
     for action in row:
         for part in action.parts():

@@ -7,7 +7,10 @@ when it begins (`expect`), and a receive that gloo has must be received: so no m
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -43,6 +46,7 @@ AHEAD = 16  # receives of a channel that the backend may have before they are po
 AHEAD_LEFT = 4
 AHEAD_BYTES = WHOLE_BYTES  # The most bytes of each.
 
+_NOTHING: AbstractContextManager[object] = nullcontext()
 _RECEIPT = torch.ones(1, dtype=torch.uint8, device="cpu")
 _END = torch.empty(1, dtype=torch.uint8, device="cpu")  # takes the ends of all messages, which say nothing
 
@@ -145,13 +149,14 @@ class DistributedIncoming(Incoming):
 
     @uninterrupted
     def receive(self, microbatch: int) -> Any:
-        pending, connection = self._arrive(microbatch), self._connection
+        connection, payload = self._connection, None
+        with self._taking(microbatch):
+            pending = self._arrive(microbatch)
+            if pending.payload is not None and connection.link is not None:
+                payload = connection.link.take(pending.payload)
         value = pending.value
         if pending.failure is None and not pending.is_built:
             assert pending.layout is not None
-            payload = None
-            if pending.payload is not None and connection.link is not None:
-                payload = connection.link.take(pending.payload)
             octets = [transfer.tensor for transfer in pending.directs]
             value = pending.layout.build(pending.frame, octets, self._device, payload)
             if connection.foreign:
@@ -163,16 +168,28 @@ class DistributedIncoming(Incoming):
 
     def discard(self, microbatch: int) -> PeerFailure | None:
         """Forget the message, but for the failure that it may be and for what it says of the layout."""
-        pending, link = self._arrive(microbatch), self._connection.link
-        if pending.payload is not None and link is not None:
-            try:
-                link.drop(pending.payload)
-            except torch.OutOfMemoryError as error:
-                cause = f"{type(error).__name__}, even for what came after a failure: {error}"
-                lost = PeerFailure(self.channel.target_rank, cause, stage=self.channel.target_stage)
-                raise copy(self._transfers.watch.propose(lost)) from error
+        link = self._connection.link
+        with self._taking(microbatch):
+            pending = self._arrive(microbatch)
+            if pending.payload is not None and link is not None:
+                try:
+                    link.drop(pending.payload)
+                except torch.OutOfMemoryError as error:
+                    cause = f"{type(error).__name__}, even for what came after a failure: {error}"
+                    lost = PeerFailure(self.channel.target_rank, cause, stage=self.channel.target_stage)
+                    raise copy(self._transfers.watch.propose(lost)) from error
         self._done(microbatch)
         return pending.failure
+
+    def _taking(self, microbatch: int) -> AbstractContextManager[object]:
+        """Return a context in which no other thread takes messages of the device's link, if there is one."""
+        link = self._connection.link
+        if link is None:
+            return _NOTHING
+        if not link.taking.acquire(blocking=False):  # A message is just being taken, unless its sender stands still.
+            with self._transfers.waiting(self.channel.source_rank, self.channel, microbatch):
+                link.taking.acquire()
+        return _Released(link.taking)
 
     def _done(self, microbatch: int) -> None:
         """Forget this message: nobody will ask for it again."""
@@ -189,33 +206,45 @@ class DistributedIncoming(Incoming):
             self.post(microbatch)
         arrived, link = self._arrived, self._connection.link
         if link is None:
-            pending = arrived.get(microbatch) or self._take(microbatch)
+            pending = arrived.get(microbatch) or self._take(microbatch, self._transfers.wait)
             if not pending.is_built:
                 arrived[microbatch] = pending
             return pending
         while microbatch not in arrived:
+            if link.error is not None:
+                raise link.error
+            link.receive_announced()  # Before a wait for more, for which the sender may have to come on.
             end, due = link.posted.popleft()
-            end._arrived[due] = end._take(due)
+            end._arrived[due] = end._take(due, self._transfers.wait)
         return arrived[microbatch]
 
-    def _take(self, microbatch: int) -> Pending:
+    def has_come(self, microbatch: int) -> bool:
+        """Return whether the frame of a posted message is here, which was blank before."""
+        pending = self.posted.get(microbatch)
+        return pending is not None and ctypes.c_uint32.from_address(pending.frame.data_ptr()).value == MAGIC
+
+    def take_early(self, microbatch: int) -> None:
+        """Take a message that has come, on another thread than the rank's own."""
+        self._arrived[microbatch] = self._take(microbatch, self._transfers.wait_beside)
+
+    def _take(self, microbatch: int, wait: Callable[..., None]) -> Pending:
         pending, channel, peer = self.posted[microbatch], self.channel, self.channel.source_rank
         # What comes last is waited for first (see `WHOLE_BYTES`): the thread then sleeps and wakes once. (And each work
         # only once: gloo would wait for a second arrival.)
-        self._transfers.wait(pending.work, peer, channel, microbatch)
+        wait(pending.work, peer, channel, microbatch)
         if pending.before is not None:
-            self._transfers.wait(pending.before, peer, channel, microbatch)
+            wait(pending.before, peer, channel, microbatch)
         if pending.directs:
             for transfer in reversed(pending.directs):
-                self._transfers.wait(transfer.work, peer, channel, microbatch)
+                wait(transfer.work, peer, channel, microbatch)
         raw = ctypes.string_at(pending.frame.data_ptr(), HEADER_BYTES)  # torch's own ways cost four times as much
         layout = pending.layout
         if raw != pending.due or layout is None:
             header = self._check(read_header(raw), read_header(pending.due))
             if header.kind == FAILURE:
-                return pending._replace(failure=self._take_failure(microbatch, header))
+                return pending._replace(failure=self._take_failure(microbatch, header, wait))
             if header.kind == CHANGED:
-                layout, body = self._take_changed(microbatch, header)
+                layout, body = self._take_changed(microbatch, header, wait)
                 pending = pending._replace(layout=layout.all_packed(), frame=body, directs=(), is_built=False)
             else:
                 layout = self._expected.known[header.checksum]
@@ -238,9 +267,9 @@ class DistributedIncoming(Incoming):
             text = f"{text} in another layout (checksum {came.checksum:#x}, not {due.checksum:#x})"
         self._refuse(self._transfers.abort, due.microbatch, name_message(due.microbatch, due.ordinal, due.step), text)
 
-    def _take_changed(self, microbatch: int, header: Header) -> tuple[Layout, Tensor]:
+    def _take_changed(self, microbatch: int, header: Header, wait: Callable[..., None]) -> tuple[Layout, Tensor]:
         """Return the layout that a message introduces, and all that it has but what is on a device's link."""
-        body = self._follow(microbatch, header)
+        body = self._follow(microbatch, header, wait)
         text_bytes = 0
         if header.follows >= HEADER_BYTES:
             text_bytes = read_header(ctypes.string_at(body.data_ptr(), HEADER_BYTES)).follows
@@ -253,11 +282,11 @@ class DistributedIncoming(Incoming):
         self._expected.learn(layout)
         return layout, body
 
-    def _take_failure(self, microbatch: int, header: Header) -> PeerFailure:
-        body = self._follow(microbatch, header)
+    def _take_failure(self, microbatch: int, header: Header, wait: Callable[..., None]) -> PeerFailure:
+        body = self._follow(microbatch, header, wait)
         return failure_from(ctypes.string_at(body.data_ptr(), header.follows), self.channel.source_rank)
 
-    def _follow(self, microbatch: int, header: Header) -> Tensor:
+    def _follow(self, microbatch: int, header: Header, wait: Callable[..., None]) -> Tensor:
         """Receive the message that a header announced."""
         transfers, connection, channel = self._transfers, self._connection, self.channel
         peer = channel.source_rank
@@ -265,10 +294,10 @@ class DistributedIncoming(Incoming):
         body = torch.empty(header.follows, dtype=torch.uint8, device="cpu")
         work = transfers.receive(body, connection, tag, channel, microbatch)
         if header.follows > WHOLE_BYTES:
-            transfers.wait(transfers.receive(_END, connection, tag, channel, microbatch), peer, channel, microbatch)
-        transfers.wait(work, peer, channel, microbatch)
+            wait(transfers.receive(_END, connection, tag, channel, microbatch), peer, channel, microbatch)
+        wait(work, peer, channel, microbatch)
         # The receipt: the sender posted its receive before it sent the body, so this wait is for nobody.
-        transfers.wait(transfers.send(_RECEIPT, connection, tag, channel, microbatch), peer, channel, microbatch)
+        wait(transfers.send(_RECEIPT, connection, tag, channel, microbatch), peer, channel, microbatch)
         return body
 
     def end_step(self) -> None:
@@ -277,5 +306,19 @@ class DistributedIncoming(Incoming):
 
 
 def _frame_for(layout: Layout | None) -> Tensor:
-    """Allocate a frame of that layout; without one, of the header that announces it."""
-    return torch.empty(HEADER_BYTES if layout is None else layout.frame_bytes, dtype=torch.uint8, device="cpu")
+    """Allocate a frame of that layout; without one, of the header that announces it. It begins with a blank."""
+    frame = torch.empty(HEADER_BYTES if layout is None else layout.frame_bytes, dtype=torch.uint8, device="cpu")
+    ctypes.memset(frame.data_ptr(), 0, ctypes.sizeof(ctypes.c_uint32))
+    return frame
+
+
+class _Released:
+    """A context of a lock that is held already."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()

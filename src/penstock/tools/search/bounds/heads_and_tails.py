@@ -26,15 +26,15 @@ from penstock.tools.search.bounds.memory_limits import Limit, limits_of
 
 __all__ = ["paced_bound"]
 
-FEW = 8_000  # microbatch-stages up to which machines are looked at
-MANY = 40_000  # and heads and tails
+# Microbatch-stages up to which machines are looked at, and heads and tails.
+FEW, MANY = 8_000, 40_000
 ROUNDING = 1e-9
 
 Job = tuple[float, float, float]  # head, length, tail
 
 
 def paced_bound(placement: Placement, count: int, costs: Costs, caps: Sequence[float]) -> float:
-    """A time that no schedule of the placement can beat; 0 where it would take too long to find."""
+    """Return a time that no schedule of the placement can beat; 0 where it would take too long to find."""
     if placement.stages * count > MANY:
         return 0.0
     pipe = _Pipe.of(placement, count, costs, caps)
@@ -72,7 +72,7 @@ class _Pipe(NamedTuple):
         ahead = [free if home[a] == home[b] else costs.wire(a, b, (home[a], home[b])) for a, b in edges]
         back = [free if home[a] == home[b] else costs.wire(a, b, (home[b], home[a])) for a, b in edges]
         steps = (backward[stage + 1] + sum(back[stage]) for stage in reversed(range(stages - 1)))
-        away = [*accumulate(steps, initial=0.0)][::-1]  # by stage: when I starts there, after the last stage's
+        away = [*accumulate(steps, initial=0.0)][::-1]  # By stage: how long its I starts after the last one.
         limits: list[list[Limit]] = [[] for _ in range(stages)]
         for rank, cap in enumerate(caps):
             for stage, limit in limits_of(placement.stages_of(rank), costs, away, cap * (1 + ROUNDING)):
@@ -97,7 +97,7 @@ def _partly(cap: float, sizes: tuple[float, float]) -> tuple[float, float, float
 
 
 def _made_room(pipe: _Pipe, stage: int, inputs: list[float], weights: list[float]) -> float:
-    """When the next F of a stage finds room at the earliest, where I gives back a part of it and W the rest.
+    """Return when the next F of a stage finds room at the earliest, where I gives back a part of it and W the rest.
 
     With i of its I done it needs so many W, and with more I fewer W: the best of these choices.
     """
@@ -135,7 +135,7 @@ def _blank(stages: int) -> _Times:
 
 
 def _after(times: list[float], length: float) -> float:
-    """When the one before in the same place is over."""
+    """Return when the one before in the same place is over."""
     return times[-1] + length if times else 0.0
 
 
@@ -203,7 +203,7 @@ def _tails(pipe: _Pipe) -> _Times:
 
 
 def _jobs(pipe: _Pipe, heads: _Times, tails: _Times) -> Iterator[tuple[object, Job]]:
-    """(machine, job): a rank's computes, and the messages of an ordered pair of ranks where they queue."""
+    """Yield (machine, job): a rank's computes, and the messages of an ordered pair of ranks where they queue."""
     stages, home = len(pipe.home), pipe.home
     lengths = (pipe.forward, pipe.input, pipe.weight)
     kinds = [(home[s], lengths[op][s], heads[op][s], tails[op][s]) for op in range(3) for s in range(stages)]
@@ -220,7 +220,7 @@ def _jobs(pipe: _Pipe, heads: _Times, tails: _Times) -> Iterator[tuple[object, J
 
 
 def _preemptive(jobs: list[Job]) -> float:
-    """The end of the order that always runs the ready job with the longest tail, tails included."""
+    """Return the end of the order that always runs the ready job with the longest tail, tails included."""
     jobs.sort()
     ready: list[list[float]] = []  # (minus the tail, what is left)
     now = end = 0.0

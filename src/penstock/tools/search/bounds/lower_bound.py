@@ -75,7 +75,7 @@ def lower_bound(
     recompute: Iterable[int] = (),
     quick: bool = False,
 ) -> float:
-    """A time that no schedule with this placement can beat. Refused where memory cannot hold one microbatch.
+    """Return a time that no schedule with this placement can beat. Refused where memory cannot hold one microbatch.
 
     Args:
         placement: Which rank owns which stage.
@@ -125,7 +125,6 @@ def _check_memory(
 
 
 def _alike_bound(placement: Placement, microbatches: int, costs: Costs, caps: Sequence[float], span: bool) -> float:
-    """Of microbatches that are alike."""
     ways = _Ways.of(placement, costs)
     bounds = [
         _rank_bound(placement.stages_of(rank), microbatches, costs, caps[rank], ways, span)
@@ -135,7 +134,7 @@ def _alike_bound(placement: Placement, microbatches: int, costs: Costs, caps: Se
 
 
 def _least(costs: Costs, stages: int) -> Costs:
-    """The costs with every compute as short as an overlapped pair could make it."""
+    """Return the costs with every compute as short as an overlapped pair could make it."""
     if costs.overlap is None:
         return costs
     shares = costs.overlap.values() if isinstance(costs.overlap, Mapping) else [costs.overlap]
@@ -148,7 +147,7 @@ def _least(costs: Costs, stages: int) -> Costs:
 
 
 def _sized_bound(placement: Placement, costs: Costs, scale: Sequence[float], span: bool) -> float:
-    """Of microbatches that differ: a rank's work after the smallest has come to it; the largest one's way alone.
+    """Bound microbatches that differ: a rank's work after the smallest has come to it; the largest one's way alone.
 
     The time on links is left out of both.
     """
@@ -165,7 +164,7 @@ def _sized_bound(placement: Placement, costs: Costs, scale: Sequence[float], spa
 
 
 def caps_of(memory: float | Sequence[float] | None, ranks: int) -> tuple[float, ...]:
-    """One cap for each rank."""
+    """Return one cap for each rank."""
     if memory is None:
         return (math.inf,) * ranks
     listed = isinstance(memory, Iterable) and not isinstance(memory, (str, Mapping))
@@ -183,9 +182,10 @@ def caps_of(memory: float | Sequence[float] | None, ranks: int) -> tuple[float, 
 class _Ways(NamedTuple):
     """How long one microbatch is under way, when it never waits. By stage."""
 
-    forward_starts: list[float]  # from the first stage's F
+    # Counted from the start of the first stage's F; rests, from the end of I until all that must follow is done.
+    forward_starts: list[float]
     input_starts: list[float]
-    input_rests: list[float]  # from the end of I until all that must follow is done
+    input_rests: list[float]
 
     @classmethod
     def of(cls, placement: Placement, costs: Costs) -> _Ways:
@@ -206,7 +206,7 @@ class _Ways(NamedTuple):
 
 
 def _hop(costs: Costs, stage: int, way: tuple[int, int]) -> float:
-    """Between a stage and the next one; nothing where both are on one rank."""
+    """Return the time from a stage to the next one; nothing where both are on one rank."""
     return 0.0 if way[0] == way[1] else sum(costs.wire(stage, stage + 1, way))
 
 
@@ -216,8 +216,7 @@ def _rank_bound(stages: Sequence[int], count: int, costs: Costs, cap: float, way
     first, last = stages[0], stages[-1]
     head = ways.forward_starts[first]
     turn = ways.input_starts[last]
-    # from the end of the stage's I, or F, until all that must follow is done
-    if span:  # ... on this rank
+    if span:  # What must follow is on this rank.
         home_end = ways.input_starts[first] + backward[0] + weight[0]
         input_rests = [home_end - ways.input_starts[stage] - time for stage, time in zip(stages, backward, strict=True)]
     else:
@@ -242,10 +241,10 @@ def _rank_bound(stages: Sequence[int], count: int, costs: Costs, cap: float, way
 
 
 def _most_forwards(forward: Sequence[float], activation: Sequence[float], count: int, cap: float) -> float:
-    """The most time that a rank's forwards can take before memory is full."""
+    """Return the most time that a rank's forwards can take before memory is full."""
     cap *= 1 + ROUNDING
     time = 0.0
-    whole = len(set(activation)) == 1  # else parts of a forward are allowed: a bound all the same
+    whole = len(set(activation)) == 1  # Else parts of a forward are allowed: a bound all the same.
     for length, size in sorted(zip(forward, activation, strict=True), key=lambda pair: _ratio(*pair), reverse=True):
         fitting = count if size * count <= cap else cap / size
         fitting = math.floor(fitting) if whole else fitting
@@ -262,7 +261,7 @@ def _least_room(
     count: int,
     cap: float,
 ) -> float:
-    """The least time that I and W take which must be done before the last F fits into memory."""
+    """Return the least time that I and W take which must be done before the last F fits into memory."""
     over = count * sum(activation) - cap * (1 + ROUNDING)
     if over <= 0:
         return 0.0

@@ -12,7 +12,7 @@ from penstock.schedule.timing.costs import Costs
 
 __all__ = ["Limit", "limits_of"]
 
-FEW_STAGES = 6  # on a rank, up to which every choice of them is looked at
+FEW_STAGES = 6  # A rank with up to so many has every choice of them looked at.
 ROUNDING = 1e-9
 
 
@@ -23,13 +23,13 @@ class Limit(NamedTuple):
     """
 
     most: int
-    stage: int  # of the backward
+    stage: int
     longer: float
-    weight: bool = False  # the backward is W, not I
+    weight: bool = False  # The backward is W, not I.
 
 
 def limits_of(own: Sequence[int], costs: Costs, away: Sequence[float], cap: float) -> Iterator[tuple[int, Limit]]:
-    """(stage of F, limit) on a rank with these stages. Each follows from what must be held at one moment.
+    """Yield (stage of F, limit) on a rank with these stages. Each follows from what must be held at one moment.
 
     A microbatch between F and I of a stage also holds what the rank's earlier stages made for it: their I come later.
     Among those on their way to the rank's last stage, one must come to hold all of it while the others wait; and so on
@@ -40,7 +40,7 @@ def limits_of(own: Sequence[int], costs: Costs, away: Sequence[float], cap: floa
     activation, held = costs.per_stage("activation", stages), costs.per_stage("held", stages)
     _, _, backward, weight = costs.by_op(stages)
     sizes = [*accumulate(activation[stage] for stage in own)]
-    longer, kept = [], True  # until the first W of the stages so far, where I gives nothing back
+    longer, kept = [], True  # Kept: I gives nothing back, so far.
     for place, stage in enumerate(own):
         kept = kept and held[stage] >= activation[stage]
         ends = [away[other] + backward[other] + weight[other] for other in own[: place + 1]]
@@ -62,17 +62,17 @@ def limits_of(own: Sequence[int], costs: Costs, away: Sequence[float], cap: floa
 def _least_room(
     own: Sequence[int], activation: Sequence[float], backward: Sequence[float], weight: Sequence[float], size: float
 ) -> float:
-    """The least time in which a rank that has done I of its last stage can give back so much of that microbatch."""
+    """Return the least time in which a rank, after I of its last stage, gives back so much of that microbatch."""
     best = math.inf
     for count in range(len(own) + 1):
         for chosen in combinations(own, count):
             if sum(activation[stage] for stage in chosen) >= size * (1 - ROUNDING):
-                passed = [stage for stage in own[:-1] if chosen and stage >= chosen[0]]  # their I come first
+                passed = [stage for stage in own[:-1] if chosen and stage >= chosen[0]]
                 best = min(best, sum(backward[stage] for stage in passed) + sum(weight[stage] for stage in chosen))
     return best if best < math.inf else 0.0
 
 
 def _most(cap: float, one: float, each: float) -> int:
-    """How many there can be if one holds `one` and the others `each`; never none, which is for others to refuse."""
+    """Return how many there can be, at least one, if one holds `one` and the others `each`."""
     others = (cap - one) / each if each > 0 else math.inf
     return sys.maxsize if others >= sys.maxsize else 1 + max(0, math.floor(others))

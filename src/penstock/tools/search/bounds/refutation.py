@@ -19,13 +19,14 @@ from penstock.tools.search.bounds.windows import Arc, Item, Rules, Windows
 __all__ = ["refuted_bound"]
 
 MOST_JOBS = 120
-STEP, GRAIN = 0.02, 0.005  # of the bound: by how much it is raised at once, and what is not worth another try
-MOST_ROUNDS = 8  # of cutting off halves
+# Shares of the bound: by how much it is raised at once, and what is not worth another try.
+STEP, GRAIN = 0.02, 0.005
+MOST_ROUNDS = 8
 ROUNDING = 1e-8
 
 
 def refuted_bound(placement: Placement, count: int, costs: Costs, caps: Sequence[float], bound: float) -> float:
-    """A time that no schedule of the placement can beat, at least `bound`, which is known to be one.
+    """Return a time that no schedule of the placement can beat, at least `bound`, which is known to be one.
 
     Where not even one microbatch fits into memory, everything is refuted, and the answer says nothing.
     """
@@ -76,7 +77,7 @@ class _Jobs:
         self.machines: list[object] = []  # a rank, or the ranks that a message goes from and to
         self.arcs: list[Arc] = []
         self.numbers: dict[tuple[str, int, int], int] = {}
-        self._latest: dict[tuple[str, int, float], int] = {}  # of the microbatches of one size
+        self._latest: dict[tuple[str, int, float], int] = {}
         home = placement.by_stage
         forward, _, backward, weight = costs.by_op(placement.stages)
         last = placement.stages - 1
@@ -92,7 +93,7 @@ class _Jobs:
                 self._add("W", stage, n, weight[stage], home[stage], (job, 0.0))
 
     def _add(self, op: str, stage: int, n: int, length: float, machine: object, after: tuple[int, float] | None) -> int:
-        """A job, after that of the microbatch before it if both are alike: which is which makes no difference then."""
+        """Add a job, after that of the microbatch before it if both are alike: which is which makes no difference."""
         job = self.numbers[op, stage, n] = len(self.lengths)
         size = self.sizes[n]
         self.lengths.append(length * size)
@@ -107,7 +108,7 @@ class _Jobs:
     def _carried(
         self, way: str, n: int, edge: tuple[int, int], costs: Costs, placement: Placement
     ) -> tuple[int, float]:
-        """(job, further time) after which a stage has what another one made: the compute, or its message."""
+        """Return (job, further time) after which a stage has what another one made: the compute, or its message."""
         source, target = edge
         done = self.numbers["F" if way == "ahead" else "I", source, n]
         ranks = (placement.by_stage[source], placement.by_stage[target])
@@ -123,7 +124,7 @@ def _by_rules(rules: Rules, time: float) -> bool:
 
 
 def _by_shaving(rules: Rules, time: float) -> bool:
-    """The same, with halves of windows cut off."""
+    """Return the same, with halves of windows cut off."""
     import numpy as np
 
     windows = _until(rules, time, 1)

@@ -19,7 +19,7 @@ from penstock.schedule.columns import Array
 __all__ = ["Arc", "Item", "Rules", "Windows"]
 
 
-ROUNDING = 1e-10  # of the sum of all times
+ROUNDING = 1e-10
 
 
 class Arc(NamedTuple):
@@ -48,7 +48,7 @@ class Windows:
     end: Array
 
     def chosen(self, which: Array) -> Windows:
-        """Only some of the questions, as a copy."""
+        """Copy some of the questions."""
         return Windows(self.start[:, which], self.end[:, which])
 
 
@@ -72,7 +72,7 @@ class Rules:
         import numpy as np
 
         self.lengths = np.array(lengths, dtype=float)
-        self.one_by_one = sum(lengths) + sum(arc.lag for arc in arcs)  # as long as it takes if nothing overlaps
+        self.one_by_one = sum(lengths) + sum(arc.lag for arc in arcs)  # The time if nothing overlaps.
         self.tolerance = ROUNDING * self.one_by_one
         self.machines = [np.array(jobs) for jobs in machines if len(jobs) > 1]
         self._into: list[list[tuple[int, float]]] = [[] for _ in lengths]
@@ -136,7 +136,7 @@ class Rules:
 
 
 def _one_at_a_time(start: Array, end: Array, lengths: Array, tolerance: float) -> tuple[Array, Array]:
-    """New earliest starts and latest ends of the jobs of one machine."""
+    """Return new earliest starts and latest ends of the jobs of one machine."""
     import numpy as np
 
     count, questions = start.shape
@@ -175,7 +175,7 @@ class _Memory:
         self.forward, self.input, self.weight = (np.array([item[place] for item in items]) for place in range(3))
         activation, held = (np.array([item[place] for item in items]) for place in (3, 4))
         self.activation = activation
-        self.least = np.minimum(activation, held)  # of an item whose I may be done
+        self.least = np.minimum(activation, held)  # What an item holds whose I may be done.
         self.lengths = lengths
         none = np.eye(len(items), dtype=bool)
         f, i, w = self.forward, self.input, self.weight
@@ -192,13 +192,13 @@ class _Memory:
         self.other = np.concatenate((self.not_own, self.not_own), axis=1)
 
     def narrow(self, windows: Windows) -> None:
-        """One step towards room for every forward, and for everything that is held before a release."""
+        """Take a step towards room for every forward, and for everything that is held before a release."""
         import numpy as np
 
         start, end, lengths = windows.start, windows.end, self.lengths
         tolerance = self.tolerance
         time = start[self.forward]
-        begun = end[self.forward] - lengths[self.forward, None]  # at the latest
+        begun = end[self.forward] - lengths[self.forward, None]
         inputs, weights = (start[jobs] + lengths[jobs, None] for jobs in (self.input, self.weight))  # ends
         there = self.taken | (begun[:, None] <= time + tolerance)
         given = ~self.weight_after & (weights[:, None] <= time + tolerance)

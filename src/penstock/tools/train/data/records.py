@@ -22,6 +22,7 @@ from penstock.tools.train.config.source import call_source, is_function
 CHUNK = 256  # rows of a Parquet file that are made into Python's values at a time
 MOST_ROW = 2**26  # bytes of a line
 FOOTER = 8  # bytes at the end of a Parquet file: four for the length of its description, and a mark
+MARKS = (b"PAR1", b"PARE")  # The second one is that of an encrypted description.
 
 
 class RowFile(Protocol):
@@ -125,7 +126,10 @@ def _check_footer(path: Path) -> None:
     """Refuse a file whose description would fill the memory, whatever its end says of that."""
     with open(open_plain(path), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - FOOTER))
-        length = int.from_bytes(file.read(FOOTER)[:4], "little")
+        end = file.read(FOOTER)
+    if end[4:] not in MARKS:
+        raise UsageError(f"{path} is no Parquet file that can be read: it does not end as one does")
+    length = int.from_bytes(end[:4], "little")
     if length > MOST_SETTINGS:
         raise FileError(path, f"its description has {length:,} bytes; at most {MOST_SETTINGS:,} are read")
 

@@ -50,13 +50,13 @@ class Layer:
     """
 
     forward: float = 1.0
-    input: float | None = None  # default: as forward
-    weight: float | None = None  # default: as forward
-    activation: float = 1.0  # memory from F until B or W
-    held: float | None = None  # what of it stays between I and W; default: all
-    kept: float = 0.0  # what stays from F on where it recomputes
-    state: float = 0.0  # memory with no microbatch in flight: parameters, gradients, optimizer
-    bytes: float = 0.0  # size of its output, where links are given by the byte
+    input: float | None = None
+    weight: float | None = None
+    activation: float = 1.0
+    held: float | None = None
+    kept: float = 0.0
+    state: float = 0.0
+    bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for name, default in (("input", self.forward), ("weight", self.forward), ("held", self.activation)):
@@ -84,28 +84,28 @@ class Hosts:
     """
 
     ranks: Sequence[int]
-    inside: float = 0.0  # time of a message between ranks of one host
-    between: float = 0.0  # and between hosts
+    inside: float = 0.0
+    between: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.ranks, Sequence) or not all(type(count) is int and count > 0 for count in self.ranks):
             raise UsageError(f"Hosts takes the number of ranks on each host, such as Hosts((4, 4)); got {self.ranks!r}")
 
     def matrix(self) -> list[list[float]]:
-        """The time from each rank to each other one, as `Costs(links=)` takes it."""
+        """Return the time from each rank to each other one, as `Costs(links=)` takes it."""
         host = [number for number, ranks in enumerate(self.ranks) for _ in range(ranks)]
         return [[self.inside if here == there else self.between for there in host] for here in host]
 
 
 def listed(name: str, values: Iterable[Item], what: str) -> tuple[Item, ...]:
-    """The values of an argument that is a list of something."""
+    """Return the values of an argument that is a list of something."""
     if not isinstance(values, Iterable) or isinstance(values, str):
         raise UsageError(f"{name} is a list of {what}; got {values!r}")
     return tuple(values)
 
 
 def layers_of(layers: Iterable[Layer | float]) -> tuple[Layer, ...]:
-    """The layers; a number is a layer whose F, I and W take that long each."""
+    """Return the layers; a number is a layer whose F, I and W take that long each."""
     given = listed("layers", layers, "Layer, or of numbers")
     for number, layer in enumerate(given):
         if not isinstance(layer, Layer) and not (is_float(layer) and 0 <= layer < float("inf")):
@@ -124,11 +124,11 @@ class Model:
     speeds: tuple[float, ...]
     base: Costs  # hop, links, latency and the sizes of microbatches
     skips: tuple[tuple[int, int], ...] = ()  # (from layer, to layer)
-    memory: tuple[float, ...] = ()  # of each rank; none: no cap
+    memory: tuple[float, ...] = ()  # By rank; none: no cap.
     recompute: bool = False  # may layers recompute where memory is short?
 
     def held_by(self, layer: Layer) -> float:
-        """The memory that a layer takes while its largest microbatch is under way."""
+        """Return the memory that a layer takes while its largest microbatch is under way."""
         size = layer.kept if self.recompute else layer.activation
         return layer.state + size * max(self.base.sizes or (1.0,))
 
@@ -145,7 +145,7 @@ class Shape:
     model: Model
     by_stage: tuple[int, ...]  # the rank of each stage that has layers
     counts: tuple[int, ...]  # how many
-    kind: str  # of the placement, in a word
+    kind: str
     shares: tuple[float, ...] = ()
 
     @property
@@ -185,7 +185,7 @@ class Shape:
         return Topology(stages + parts + 1, edges)
 
     def costs(self) -> Costs:
-        """By stage, as `simulate` takes them; a rank of speed 0.5 takes twice as long."""
+        """Return, by stage, as `simulate` takes them; a rank of speed 0.5 takes twice as long."""
         speeds, groups = self.model.speeds, [self.model.layers[a:b] for a, b in pairwise(self.bounds)]
         values: dict[str, Any] = {}
         for name in ("forward", "input", "weight", "activation", "held", "kept"):
@@ -214,7 +214,7 @@ class Shape:
         )
 
     def _edge_bytes(self) -> dict[tuple[int, int], float]:
-        """What crosses each edge: the output of the last layer before it, and what skips past that."""
+        """Return what crosses each edge: the output of the last layer before it, and what skips past that."""
         stages, layers = len(self.counts), self.model.layers
         found = dict.fromkeys(self.topology.edges, 0.0)
         home = [stage for stage, count in enumerate(self.counts) for _ in range(count)]
@@ -229,10 +229,17 @@ class Shape:
         return found
 
     def caps(self, memory: Sequence[float]) -> list[float]:
-        """What is left of each rank's memory for microbatches."""
+        """Return what is left of each rank's memory for microbatches."""
         left = list(memory)
         for rank, (first, end) in zip(self.by_stage, pairwise(self.bounds), strict=True):
             left[rank] -= sum(layer.state for layer in self.model.layers[first:end])
         for rank, share in enumerate(self.shares):
             left[rank] -= share * self.model.layers[-1].state
         return left
+
+    def loads(self) -> list[float]:
+        """Return, by rank, the time of one microbatch in the stages that are not of the split output layer."""
+        loads = [0.0] * self.model.ranks
+        for rank, (first, end) in zip(self.by_stage, pairwise(self.bounds), strict=True):
+            loads[rank] += sum(layer.time for layer in self.model.layers[first:end]) / self.model.speeds[rank]
+        return loads

@@ -8,9 +8,9 @@ import pytest
 
 from penstock.schedule import FoundCut, search_report
 from penstock.schedule.timing.costs import Costs
-from penstock.tools.search.uneven.cutting import cut_layers
-from penstock.tools.search.uneven.entry import search_stages
-from penstock.tools.search.uneven.layers import Layer, Model
+from penstock.tools.search.cut_search import search_stages
+from penstock.tools.search.cutting import cut_layers
+from penstock.tools.search.layers import Layer, Model
 
 
 def drawn(seed: int, count: int) -> list[Layer]:

@@ -13,9 +13,10 @@ out: that is how ranks come to have unequal numbers of stages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from penstock.tools.search.uneven.layers import Model, Shape
+from penstock.tools.search.layers import Model, Shape
 
 __all__ = ["cut_layers", "neighbours", "split_output"]
 
@@ -32,7 +33,7 @@ def cut_layers(
     even: bool = True,
     full: bool = False,
 ) -> Shape | None:
-    """The best cut found for stages on the ranks of `row`; None where a rank gets no layer.
+    """Return the best cut found for stages on the ranks of `row`; None where a rank gets no layer.
 
     A stage to which no layer falls is left out or, with `full`, gets one from its neighbours.
 
@@ -53,7 +54,7 @@ def cut_layers(
 
 
 def split_output(model: Model, loads: Sequence[float]) -> tuple[float, ...]:
-    """How much of the output layer each rank takes, so that the largest load is as small as it can be."""
+    """Return how much of the output layer each rank takes, so that the largest load is as small as it can be."""
     work = model.layers[-1].time
     order = sorted(range(model.ranks), key=lambda rank: loads[rank])
     level, room = 0.0, 0.0
@@ -70,8 +71,8 @@ def split_output(model: Model, loads: Sequence[float]) -> tuple[float, ...]:
     return tuple(share / sum(shares) for share in shares)
 
 
-def neighbours(shape: Shape) -> list[tuple[int, ...]]:
-    """The counts of cuts that differ by one layer: from any stage to any other, and what is between moves along."""
+def neighbours(shape: Shape) -> list[Shape]:
+    """Return the cuts that differ by one layer: from any stage to any other, and what is between moves along."""
     found = []
     for source, count in enumerate(shape.counts):
         for target in range(len(shape.counts)):
@@ -79,7 +80,9 @@ def neighbours(shape: Shape) -> list[tuple[int, ...]]:
                 moved = list(shape.counts)
                 moved[source] -= 1
                 moved[target] += 1
-                found.append(tuple(moved))
+                other = replace(shape, counts=tuple(moved))
+                shares = split_output(shape.model, other.loads()) if shape.shares else ()
+                found.append(replace(other, shares=shares))
     return found
 
 
@@ -106,7 +109,7 @@ class _Judge:
         return base.hop or base.latency
 
     def first(self) -> list[int]:
-        """In proportion to speeds: boundaries where the work so far is what it should be."""
+        """Return boundaries in proportion to speeds: where the work so far is what it should be."""
         counts = [self.row.count(rank) for rank in range(self.model.ranks)]
         quotas = list(accumulate(self.model.speeds[rank] / counts[rank] for rank in self.row))
         whole, bounds, layer = self.times[-1], [0], 0
@@ -118,26 +121,25 @@ class _Judge:
         return [*bounds, self.layers]
 
     def loads(self, bounds: Sequence[int]) -> list[float]:
-        """By rank, the time of one microbatch."""
+        """Return, by rank, the time of one microbatch."""
         loads = [0.0] * self.model.ranks
         for stage, rank in enumerate(self.row):
             loads[rank] += self.times[bounds[stage + 1]] - self.times[bounds[stage]]
         return [load / speed for load, speed in zip(loads, self.model.speeds, strict=True)]
 
     def serves_all(self, bounds: Sequence[int]) -> bool:
-        """Has every rank a layer?"""
         ends = pairwise(bounds)
         return len({rank for rank, (first, end) in zip(self.row, ends, strict=True) if first < end}) == self.model.ranks
 
     def lacks(self, bounds: Sequence[int]) -> list[float]:
-        """By rank, the memory that it lacks for its layers and one microbatch."""
+        """Return, by rank, the memory that it lacks for its layers and one microbatch."""
         held = [0.0] * self.model.ranks
         for stage, rank in enumerate(self.row):
             held[rank] += self.sizes[bounds[stage + 1]] - self.sizes[bounds[stage]]
         return [max(0.0, size - cap * (1 + ROUNDING)) for size, cap in zip(held, self.model.memory, strict=False)]
 
     def ends(self, bounds: Sequence[int]) -> list[float]:
-        """By rank, when it could be done: when the first microbatch comes to it, and all of its work after that."""
+        """Return, by rank, when it could be done: the first microbatch comes to it, and then all of its work."""
         model, loads = self.model, self.loads(bounds)
         if not self.serves_all(bounds):
             return [float("inf")] * model.ranks
@@ -156,11 +158,11 @@ class _Judge:
         return [starts[rank] + self.microbatches * load for rank, load in enumerate(loads)]
 
     def price(self, bounds: Sequence[int]) -> list[float]:
-        """The memory that is lacking, then the ends of the ranks, the last one first."""
+        """Return the memory that is lacking, then the ends of the ranks, the last one first."""
         return [sum(self.lacks(bounds)), *sorted(self.ends(bounds), reverse=True)]
 
     def moves(self, bounds: list[int]) -> list[list[int]]:
-        """Cuts with one layer less on the rank that is last, or before it, for each other stage that could have it.
+        """Return cuts with one layer less on the rank that is last, or before it, for each stage that could have it.
 
         Where memory is lacking, the rank that lacks most is the one to have less.
         """
@@ -177,7 +179,7 @@ class _Judge:
         ]
 
     def shape(self, bounds: Sequence[int], kind: str) -> Shape | None:
-        """The cut as a value, without its empty stages."""
+        """Return the cut as a value, without its empty stages."""
         counts = [end - first for first, end in pairwise(bounds)]
         stages = [(rank, count) for rank, count in zip(self.row, counts, strict=True) if count]
         by_stage = tuple(rank for rank, _ in stages)
@@ -188,7 +190,7 @@ class _Judge:
 
 
 def _filled(bounds: Sequence[int], needed: Sequence[bool]) -> list[int]:
-    """Bounds near to these with a layer for every stage that needs one; these, where there are not enough layers."""
+    """Return bounds near to these with a layer for every stage that needs one, if there are enough layers."""
     if bounds[-1] < sum(needed):
         return list(bounds)
     filled = [0]

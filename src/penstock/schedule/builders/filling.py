@@ -1,38 +1,82 @@
 """What an order costs, and where its weight gradients go.
 
-An order is either complete, or holds only F and I. The W of the latter are filled in by the
-rule of `builders/greedy.py`: a W is awaited by nobody, so a rank runs the oldest one that it
-owes when its next F would not fit into memory, and when it would otherwise idle for about as
-long as a W takes. "About" is `overrun`: the share of a W by which it may make the next action
-late; it is one share while the rank has forwards to run, and another one in the drain, where a late gradient makes
-all that is left late. A share above one means one W before each action, whether there is a gap or not. A search asks
-for thousands of prices, so here everything is a number, memory may have any size, and links may queue.
+The forwards F and input backwards I are what other ranks wait for; their order on each rank is what tells one schedule
+from another. A W is awaited by nobody: it only occupies its rank and, until it is done, holds its activation. So W is
+put off for as long as that costs nothing. An order is either complete, or holds only F and I; then a rank runs the
+oldest W that it owes
+
+- while its next action would not fit into memory, and
+- while it would otherwise idle for about as long as a W takes.
+
+"About" is `overrun`: the share of a W by which it may make the next action late; it is one share while the rank has
+forwards to run, and another one in the drain, where a late gradient makes all that is left late. A share above one
+means one W before each action, whether there is a gap or not. What is still owed at the end comes last.
+
+With 1F1B's order and equal costs nothing within the same memory is shorter (the tests compare with the lower bound).
 
 Where steps overlap, a rank goes on to the next step when it is done with its own part, so the price is that of a step
 whose ranks begin when those of the step before it ended. If each rank begins step after step so much later, the ranks
 can keep that up for ever: the longest time of a rank from its first start to its end is therefore never below the
 period, whenever the ranks begin, and the least of a few steps is taken.
 
-There is no event queue, for the reason that `greedy` gives: ranks are advanced in turn, each
-until it meets an action whose input is not made yet.
+There is no event queue, because whether a W fits depends only on the rank's own clock and on the time at which the
+awaited value arrives, known once the action that makes it is placed. So ranks are advanced in turn, each until it meets
+an action whose input is not made yet, in time linear in the number of actions.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
 
+from penstock.errors import ScheduleError
+from penstock.schedule.action import Action
 from penstock.schedule.builders.problem import Orders, Problem
-
-__all__ = ["NOTHING", "Candidate", "Overrun", "Score", "complete", "fill", "price"]
+from penstock.schedule.placement import Placement
+from penstock.schedule.timing.costs import Costs
 
 EPSILON = 1e-9
 STEPS = 4  # that are run, at most, where steps overlap
 Overrun = tuple[float, float]  # while there are forwards to run, and after the last of them
 Score = tuple[float, float]  # the objective, then how late the ranks finish their F and I in all
 NOTHING: Score = (math.inf, math.inf)  # of an order that does not fit
+
+
+class Filled(NamedTuple):
+    """A builder's order with its W filled in, and what that order costs."""
+
+    orders: list[list[Action]]
+    makespan: float
+    peaks: list[int]  # By rank: the most microbatch-stages that it holds at once.
+
+
+def fill_weights(
+    orders: Sequence[Sequence[Action]], placement: Sequence[int], cap: int | Sequence[int], costs: Costs | None = None
+) -> Filled:
+    """Put a W for each I of `orders`, which hold each rank's F and I.
+
+    `placement` has the rank of each stage; `cap` is how many microbatch-stages per rank, or each rank, may hold. The
+    cap alone never makes a rank wait: where an order keeps more than that between F and I, so that no W is owed, the
+    rank goes over the cap, as `peaks` says. So an order that finishes when memory is endless finishes here.
+    """
+    caps = [cap] * len(orders) if isinstance(cap, int) else cap
+    microbatches = 1 + max(action.microbatch for order in orders for action in order)
+    problem = Problem(Placement(placement), microbatches, costs or Costs(), caps)
+    run = _Run(problem, problem.numbers(orders), (EPSILON, EPSILON), True, [0.0] * len(orders), strict=False)
+    if not run.finish():
+        stuck = ", ".join(map(str, sorted(map(problem.action, run.waiting))))
+        raise ScheduleError(f"this order never finishes: its ranks wait forever to run {stuck}")
+    found = run.complete()
+    peaks = [round(max(accumulate(problem.takes[x] for x in order))) for order in found]
+    return Filled([[problem.action(x) for x in order] for order in found], max(run.ends), peaks)
+
+
+def preference(filled: Filled, cap: int) -> tuple[int, float]:
+    """Return a key to choose among orders by: one that keeps within `cap` comes first, then the shortest."""
+    return max(cap, *filled.peaks), filled.makespan
 
 
 class Candidate(NamedTuple):
@@ -46,7 +90,7 @@ class Candidate(NamedTuple):
 def price(
     problem: Problem, orders: Orders, overrun: Overrun | None, gaps: list[tuple[int, int]] | None = None
 ) -> Score | None:
-    """The score of an order, or None where it does not fit into memory or never ends.
+    """Return the score of an order, or None where it does not fit into memory or never ends.
 
     `gaps` is filled with (rank, position) of the actions that a rank idles for.
     """
@@ -59,24 +103,18 @@ def price(
 
 
 def complete(problem: Problem, candidate: Candidate) -> Orders:
-    """The candidate's orders with every W in its place."""
+    """Return the candidate's orders with every W in its place."""
     return candidate.orders if candidate.overrun is None else fill(problem, candidate.orders, candidate.overrun).orders
 
 
 def fill(problem: Problem, orders: Orders, overrun: Overrun) -> Candidate:
-    """The complete order that comes of an order of F and I, with its price."""
+    """Make the complete order that comes of an order of F and I, with its price."""
     run = _finished(problem, orders, overrun, logging=True)
-    if run is None:
-        return Candidate(NOTHING, orders, overrun)
-    filled = [
-        log + [x + problem.size for x in owed[paid:]]
-        for log, owed, paid in zip(run.logs, run.owed, run.paid, strict=True)
-    ]
-    return Candidate(run.score(), filled, None)
+    return Candidate(NOTHING, orders, overrun) if run is None else Candidate(run.score(), run.complete(), None)
 
 
 def _finished(problem: Problem, orders: Orders, overrun: Overrun | None, logging: bool) -> _Run | None:
-    """The run of one step, of overlapping ones the best; None where memory or the order does not let it end."""
+    """Return the run of one step, of overlapping ones the best; None where memory or the order does not let it end."""
     begin, best = [0.0] * len(orders), None
     for _ in range(STEPS if problem.objective == "steady" else 1):
         run = _Run(problem, orders, overrun, logging, begin)
@@ -94,28 +132,36 @@ def _finished(problem: Problem, orders: Orders, overrun: Overrun | None, logging
 
 
 class _Run:
-    """One pass over all ranks. `begin` is when each of them is free."""
+    """One pass over all ranks. `begin` is when each is free; if not `strict`, an order may hold more than fits."""
 
     def __init__(
-        self, problem: Problem, orders: Orders, overrun: Overrun | None, logging: bool, begin: Sequence[float]
+        self,
+        problem: Problem,
+        orders: Orders,
+        overrun: Overrun | None,
+        logging: bool,
+        begin: Sequence[float],
+        strict: bool = True,
     ) -> None:
-        count, size, ranks = problem.microbatches, problem.size, len(orders)
-        self.problem, self.orders, self.logging = problem, orders, logging
+        ranks = len(orders)
+        self.problem, self.orders, self.logging, self.strict = problem, orders, logging, strict
         self.filling = overrun is not None
         self.keep, self.keep_in_drain = (1.0 - share for share in overrun or (0.0, 0.0))
-        # when an action's input is on its rank; W and the first stage's F need nothing from elsewhere
-        self.at = [0.0] * count + [-1.0] * (2 * size - count) + [0.0] * size
+        self.at = problem.at_first.copy()  # when an action's input is on its rank; below 0 while it is not made
         self.places, self.clocks, self.held = [0] * ranks, [*begin], [0.0] * ranks
         self.owed: list[list[int]] = [[] for _ in orders]  # every I so far
         self.paid = [0] * ranks  # how many of them have had their W
         self.forwards = [len(order) // (2 if self.filling else 3) for order in orders]  # that are still to run
         kept = problem.between if self.filling and problem.objective == "steady" else [0] * ranks
-        self.eager = [
-            units - late for units, late in zip(self.forwards, kept, strict=True)
-        ]  # W that may make others late
+        # how many W may make others late
+        self.eager = [units - late for units, late in zip(self.forwards, kept, strict=True)]
         self.first = [0.0] * ranks
         self.waiting: dict[int, int] = {}
         self.links: dict[int, float] = {}
+        self.unmade: dict[tuple[int, int], int] = {}  # by message and microbatch: makers that have not run
+        self.missing: dict[
+            int, tuple[int, float]
+        ] = {}  # messages that have not come, and when the last so far is there
         self.gaps: list[tuple[int, int]] = []
         self.logs: Orders = [[] for _ in orders]
 
@@ -132,13 +178,8 @@ class _Run:
         problem, order, at, waiting = self.problem, self.orders[rank], self.at, self.waiting
         size, time, takes, feeds, wires = problem.size, problem.time, problem.takes, problem.feeds, problem.wires
         room = problem.room if self.filling else problem.least_room
-        cap, keep, owed, clock, held = (
-            problem.caps[rank],
-            self.keep,
-            self.owed[rank],
-            self.clocks[rank],
-            self.held[rank],
-        )
+        cap, keep, owed = problem.caps[rank], self.keep, self.owed[rank]
+        clock, held = self.clocks[rank], self.held[rank]
         filling, logging, log, paid = self.filling, self.logging, self.logs[rank], self.paid[rank]
         forwards, eager = self.forwards[rank], self.eager[rank]
         if not forwards and order[self.places[rank] - 1] >= size:
@@ -154,7 +195,7 @@ class _Run:
             while paid < len(owed):
                 weight = owed[paid] + size
                 share = keep if paid < eager else 1.0
-                if arrival - clock >= share * time[weight] - EPSILON or held + need > cap:
+                if arrival - clock >= share * time[weight] - EPSILON or (held + need > cap and need > 0.0):
                     clock += time[weight]
                     held += takes[weight]
                     paid += 1
@@ -164,7 +205,7 @@ class _Run:
                         break
                 else:
                     break
-            if need > 0.0 and held + need > cap:
+            if need > 0.0 and held + need > cap and self.strict:
                 return False
             held += takes[x]
             if filling:
@@ -187,18 +228,47 @@ class _Run:
                 at[target] = clock if wires[x][2] < 0 else self._carry(wires[x], clock)
                 if target in waiting:
                     ready.append(waiting.pop(target))
+            elif target < -1:
+                ready += self._send(x, clock)
         self.clocks[rank], self.held[rank], self.paid[rank], self.forwards[rank] = clock, held, paid, forwards
         return True
 
     def _carry(self, wire: tuple[float, float, int], end: float) -> float:
-        """When what is made at `end` is on the rank that needs it."""
+        """Return when what is made at `end` is on the rank that needs it."""
         occupied, delay, link = wire
         if occupied:
             end = self.links[link] = max(end, self.links.get(link, 0.0)) + occupied
         return end + delay
 
+    def _send(self, x: int, end: float) -> list[int]:
+        """Send on what is complete with x, which several read or make; the ranks that this sets free."""
+        problem, freed = self.problem, []
+        place, microbatch = divmod(x, problem.microbatches)
+        for number, makers, readers, link, occupied, delay in problem.sent[place]:
+            left = self.unmade.get((number, microbatch), makers) - 1
+            self.unmade[number, microbatch] = left
+            if left:
+                continue
+            there = end
+            if link >= 0:
+                there = self._carry((occupied * problem.scale[microbatch], delay, link), end)
+            for reader in readers:
+                y = reader * problem.microbatches + microbatch
+                awaited, latest = self.missing.get(y, (problem.awaited[reader], 0.0))
+                self.missing[y] = awaited - 1, max(latest, there)
+                if awaited == 1:
+                    self.at[y] = max(latest, there)
+                    if y in self.waiting:
+                        freed.append(self.waiting.pop(y))
+        return freed
+
+    def complete(self) -> Orders:
+        """Return the orders as they were run, with the W that are still owed."""
+        logs = zip(self.logs, self.owed, self.paid, strict=True)
+        return [log + [x + self.problem.size for x in owed[paid:]] for log, owed, paid in logs]
+
     def score(self) -> Score:
-        """The objective once the W that are still owed have run too."""
+        """Return the objective once the W that are still owed have run too."""
         if self.problem.objective == "makespan":
             return max(self.ends), sum(self.clocks)
         spans = [end - first for end, first in zip(self.ends, self.first, strict=True)]

@@ -8,9 +8,9 @@ import pytest
 
 from penstock.errors import UsageError
 from penstock.schedule import Costs, Hosts, Layer, search, search_report, simulate
-from penstock.tools.search.uneven.cutting import cut_layers, split_output
-from penstock.tools.search.uneven.layers import Model, Shape, layers_of
-from penstock.tools.search.uneven.rows import hosts_of, rows_to_try
+from penstock.tools.search.cutting import cut_layers, split_output
+from penstock.tools.search.layers import Model, Shape, layers_of
+from penstock.tools.search.rows import hosts_of, rows_to_try
 
 
 def model(*layers: Layer | float, speeds: tuple[float, ...] = (1.0, 1.0), **more: object) -> Model:

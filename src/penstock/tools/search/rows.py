@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from penstock.schedule.placement import Placement
-from penstock.tools.search.uneven.layers import Model
+from penstock.tools.search.layers import Model
 
 __all__ = ["rows_to_try"]
 
@@ -23,7 +23,7 @@ APART = 1.5  # links this many times slower than others are between hosts
 def rows_to_try(
     model: Model, sizes: Iterable[int], kinds: Iterable[str], stages: int | None = None
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(what it is, the rank of each stage), each once. `sizes`: stages per rank; `kinds`: loop, v, block.
+    """Yield (what it is, the rank of each stage), each once. `sizes`: stages per rank; `kinds`: loop, v, block.
 
     With `stages`, rows end there: where they do not fill all ranks alike, the last ranks of the row have one less.
     """
@@ -52,7 +52,7 @@ def _rows(model: Model, sizes: Iterable[int], kinds: Iterable[str]) -> Iterator[
 
 
 def orders_to_try(model: Model) -> Iterator[tuple[str, list[int]]]:
-    """(what it is, the ranks in that order)."""
+    """Yield (what it is, the ranks in that order)."""
     ranks = list(range(model.ranks))
     yield "", ranks
     if len(set(model.speeds)) > 1:
@@ -66,7 +66,7 @@ def orders_to_try(model: Model) -> Iterator[tuple[str, list[int]]]:
 
 
 def hosts_of(links: Sequence[Sequence[float]] | None) -> list[list[int]]:
-    """Ranks with fast links among them; all ranks where links are much the same."""
+    """Return ranks with fast links among them; all ranks where links are much the same."""
     if links is None or len(links) < 2:
         return []
     others = [(here, there) for here in range(len(links)) for there in range(len(links)) if here != there]
@@ -84,13 +84,13 @@ def hosts_of(links: Sequence[Sequence[float]] | None) -> list[list[int]]:
 
 
 def _length(links: Sequence[Sequence[float]], order: Sequence[int]) -> float:
-    """What a message takes along all ranks and back, with the slowest link counted once more."""
+    """Return what a message takes along all ranks and back, with the slowest link counted once more."""
     steps = [links[a][b] + links[b][a] for a, b in pairwise(order)]
     return sum(steps) + max(steps, default=0.0)
 
 
 def _nearest(links: Sequence[Sequence[float]]) -> list[int]:
-    """An order in which neighbours are near: always to the nearest, then turned around piece by piece."""
+    """Return an order in which neighbours are near: always to the nearest, then turned around piece by piece."""
     order, left = [0], list(range(1, len(links)))
     while left:
         here = order[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from penstock.errors import UsageError
 from penstock.schedule.builders.problem import SHARED, Problem, stage_costs
@@ -10,15 +11,15 @@ from penstock.schedule.placement import Placement
 from penstock.tools.search.bounds.lower_bound import NoRoom
 from penstock.tools.search.request import PLACEMENTS, Request
 
-__all__ = ["placements_for", "problems_for", "recompute_choices"]
+__all__ = ["no_room", "placements_for", "problems_for", "recompute_choices"]
 
 LONGEST_V = 4  # stages per rank of a V, unless others are asked for: with more, a loop was ahead wherever tried
 
 
 def placements_for(request: Request) -> list[tuple[str, Placement]]:
-    """Each placement that the costs are for once, fewest stages first."""
+    """Return each placement that the costs are for once, fewest stages first."""
     ranks, costs, sizes = request.ranks, request.priced, sorted(set(request.sizes))
-    given: dict[str, int] = {}  # for how many stages
+    given: dict[str, int] = {}  # For how many stages each is.
     for name in (*SHARED, "bytes", "overlap"):
         value = getattr(costs, name)
         if isinstance(value, Mapping):  # bytes have an edge for each pair of neighbours, up to the last stage
@@ -44,29 +45,36 @@ def placements_for(request: Request) -> list[tuple[str, Placement]]:
 
 
 def problems_for(request: Request) -> list[tuple[str, Problem]]:
-    """One for each placement and choice of stages to recompute; refused when none can hold even one microbatch."""
-    caps, found = request.caps, list[tuple[str, Problem]]()
-    least, where = float("inf"), 0
+    """Return one for each placement and choice of stages to recompute."""
+    found = []
     for kind, placement in placements_for(request):
         each = stage_costs(request.priced, placement.stages_per_rank)
         for again in recompute_choices(request, placement):
-            problem = Problem(placement, request.microbatches, each, caps, objective=request.objective, recompute=again)
-            short = [rank for rank in range(request.ranks) if problem.least_memory(rank) > problem.caps[rank]]
-            if not short:
-                found.append((kind, problem))
-            elif problem.least_memory(short[0]) < least:
-                least, where = problem.least_memory(short[0]), short[0]
-    if not found:
-        other = "" if request.recompute else ", recompute=True,"
-        raise NoRoom(
-            f"memory {caps[where]:g} is too little for rank {where}: one microbatch alone holds {least:g} there",
-            f"give at least that much{other} or cut the model for more ranks",
-        )
+            options: dict[str, Any] = {"objective": request.objective, "recompute": again}
+            found.append((kind, Problem(placement, request.microbatches, each, request.caps, **options)))
     return found
 
 
+def no_room(problems: Sequence[Problem], request: Request) -> NoRoom:
+    """Return the error for a request of whose problems none has an order."""
+    remedy = (
+        f"give at least that much{'' if request.recompute else ', recompute=True,'} or cut the model for more ranks"
+    )
+    lacking = min(problems, key=lambda problem: problem.lack)
+    if not lacking.lack:
+        fact = f"no order was found in memory {min(request.caps):g}, though each microbatch alone has room"
+        return NoRoom(fact, remedy.replace("at least that much", "more"))
+    rank = max(range(request.ranks), key=lambda rank: lacking.least_memory(rank) - lacking.caps[rank])
+    which = "one microbatch" if lacking.alike else "the largest microbatch"
+    return NoRoom(
+        f"memory {request.caps[rank]:g} is too little for rank {rank}: "
+        f"{which} alone holds {lacking.least_memory(rank):g} there",
+        remedy,
+    )
+
+
 def recompute_choices(request: Request, placement: Placement) -> list[frozenset[int]]:
-    """Which stages to recompute: none; those of the first ranks or the first of each rank, which wait longest; all."""
+    """Choose stages to recompute: none; those of the first ranks or the first of each, which wait longest; all."""
     if not request.may_recompute:
         return [frozenset()]
     ranks, size = placement.ranks, placement.stages_per_rank

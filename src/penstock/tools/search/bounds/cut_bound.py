@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import math
 
-from penstock.tools.search.uneven.layers import Model
+from penstock.tools.search.layers import Model
 
-__all__ = ["floor_of"]
+__all__ = ["cut_bound"]
 
 ROUNDING = 1e-9
 
 
-def floor_of(model: Model, microbatches: int, vocabulary: bool) -> float:
-    """A time that no schedule of these layers can beat. With `vocabulary`, the last layer may be split."""
+def cut_bound(model: Model, microbatches: int, vocabulary: bool) -> float:
+    """Return a time that no schedule of these layers can beat. With `vocabulary`, the last layer may be split."""
     scale = model.base.scale(microbatches)
     amount, smallest, largest = sum(scale), min(scale), max(scale)
     whole = model.layers[:-1] if vocabulary else model.layers
@@ -41,16 +41,16 @@ def _least_hop(model: Model, scale: float) -> float:
 
 
 def _least_load(model: Model, times: list[float]) -> float:
-    """No rank's load can be smaller than this on every cut: the layers would not have a place."""
+    """Return the load that some rank has on every cut: with less, the layers would not have a place."""
     least = sum(times) / sum(model.speeds)
     ordered = sorted(times, reverse=True)
     for number, time in enumerate(ordered, 1):
-        if time and ordered[number : number + 1] != [time]:  # these and all before take at least `time` each
+        if time and ordered[number : number + 1] != [time]:  # All so far take at least `time` each.
             loads = sorted(count * time / speed for speed in set(model.speeds) for count in range(1, number + 1))
             least = max(least, next(load for load in loads if _places(model, load / time) >= number))
     return least
 
 
 def _places(model: Model, units: float) -> int:
-    """How many layers that take at least 1 all ranks have a place for, if a rank of speed 1 has `units` of time."""
+    """Return how many layers that take at least 1 have a place, if a rank of speed 1 has `units` of time."""
     return sum(math.floor(units * speed + ROUNDING) for speed in model.speeds)

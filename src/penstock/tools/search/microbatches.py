@@ -2,7 +2,7 @@
 
 Sizes that vary by batch (packed sequences, microbatches by length) make a family's fixed order wait: every rank is
 at some time held up by the largest microbatch, and a W that was to fill a gap no longer fits it. Here the
-microbatches get a new order (`sequence`), and the orders of F, I and W are made for the true times (`ready_list`).
+microbatches get a new order, and so do F, I and W, made by a rule on a clock with the true times.
 
 What comes back takes no longer than the given schedule by the simulator's clock, and no rank holds more than the
 fullest rank of the given schedule would: where nothing better is found, it is the given one. A schedule with full
@@ -14,31 +14,53 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 from penstock.errors import UsageError
 from penstock.rules import is_float
 from penstock.schedule.action import Action, Op, trusted
+from penstock.schedule.builders.dispatch import dispatch
+from penstock.schedule.builders.problem import Problem
 from penstock.schedule.lowering.align import align
 from penstock.schedule.schedule import Schedule, expect_schedule
 from penstock.schedule.timing.costs import Costs, given_costs
 from penstock.schedule.timing.simulate import simulate
-from penstock.tools.search.uneven.instance import Instance
-from penstock.tools.search.uneven.layers import listed
-from penstock.tools.search.uneven.ready_list import Habit, run
-from penstock.tools.search.uneven.sequence import late_peak, sequences
+from penstock.tools.search.layers import listed
+from penstock.tools.search.rules import ByStage
 
-__all__ = ["order_microbatches", "shorter", "within"]
+__all__ = ["order_microbatches", "reordered", "sequences", "within"]
 
-PLAIN = Habit(overrun=0.9)
-HASTY = (Habit(overrun=0.5, haste=0.8), Habit(overrun=0.5, haste=0.7))  # for a largest one that comes late
+TRUE = ByStage(overrun=0.9, weight_time=1.0, hop_time=1.0)
 ALIKE = 0.02  # sizes within this share of each other count as equal
 ROUNDING = 1e-9
+
+
+def sequences(sizes: Sequence[float]) -> list[list[int]]:
+    """Return orders worth trying in which microbatches go through a pipeline, the likeliest first.
+
+    Small ones first, so that the last rank gets to work early; the large ones in the middle, where every rank has other
+    work to do while they pass; and small ones last, so that nobody waits long for the last to come back. The sizes rise
+    with every second microbatch and fall with the others; the smallest comes first, or last.
+    """
+    count = len(sizes)
+    if len(set(sizes)) == 1:
+        return [list(range(count))]
+    order = sorted(range(count), key=sizes.__getitem__)
+    return [order[1::2] + order[0::2][::-1], order[0::2] + order[1::2][::-1]]
+
+
+def late_peak(sizes: Sequence[float]) -> list[int]:
+    """Return an order for one microbatch that is far larger: it comes when two thirds of the others have gone."""
+    order = sorted(range(len(sizes)), key=sizes.__getitem__)
+    falling = order[:-1:3]
+    return [*(number for number in order if number not in falling), *reversed(falling)]
 
 
 def order_microbatches(
     schedule: Schedule, sizes: Iterable[float], costs: Costs | None = None, memory: float | None = None
 ) -> Schedule:
-    """The same stages on the same ranks, in an order made for microbatches of these sizes.
+    """Return the same stages on the same ranks, in an order made for microbatches of these sizes.
 
     Args:
         schedule: The schedule whose stages and ranks are kept.
@@ -62,7 +84,7 @@ def order_microbatches(
     if fits and (schedule.forward_only or alike):
         return schedule
     limit = before.makespan * (1 - ROUNDING) if fits else float("inf")
-    found = None if schedule.forward_only else shorter(schedule, priced, [cap] * schedule.ranks, limit)
+    found = None if schedule.forward_only else reordered(schedule, priced, [cap] * schedule.ranks, limit)
     if found is None and not fits:
         raise UsageError(
             f"no order was found in memory {memory:g}: the given one holds {peak:g} of these microbatches; "
@@ -71,8 +93,8 @@ def order_microbatches(
     return schedule if found is None else found
 
 
-def shorter(schedule: Schedule, priced: Costs, caps: Sequence[float], limit: float) -> Schedule | None:
-    """An order that fits the caps, one per rank, and ends before the limit; None if none was found."""
+def reordered(schedule: Schedule, priced: Costs, caps: Sequence[float], limit: float) -> Schedule | None:
+    """Return an order that fits the caps, one per rank, and ends before the limit; None if none was found."""
     scale = priced.scale(schedule.microbatches)
     if (schedule.columns.op == Op.B).any():
         best = None
@@ -81,30 +103,25 @@ def shorter(schedule: Schedule, priced: Costs, caps: Sequence[float], limit: flo
             if found.makespan < limit and within(found.peak_memory, caps):
                 best, limit = candidate, found.makespan
         return None if best is None else align(best)
-    instance = Instance(
-        schedule.placement,
-        schedule.topology,
-        schedule.microbatches,
-        priced,
-        caps,
-        schedule.recompute,
-    )
-    plans = [(sequence, PLAIN) for sequence in sequences(scale)] + [(late_peak(scale), habit) for habit in HASTY]
+    options: dict[str, Any] = {"topology": schedule.topology, "recompute": schedule.recompute}
+    problem = Problem(schedule.placement, schedule.microbatches, priced, caps, **options)
+    if problem.lack:
+        return None
     outcome = None
-    for sequence, habit in plans:
-        ended = run(instance, sequence, habit, limit)
-        if ended is not None and ended.value < limit:
-            outcome, limit = ended, ended.value
-    return None if outcome is None else instance.schedule(outcome.orders, schedule.name)
+    for sequence, overrun in product([*sequences(scale), late_peak(scale)], (0.9, 0.6)):
+        ended = dispatch(problem, replace(TRUE, overrun=overrun), sequence)
+        if ended is not None and ended.end < limit:
+            outcome, limit = ended.orders, ended.end
+    return None if outcome is None else problem.schedule(outcome, schedule.name)
 
 
 def within(peaks: Iterable[float], caps: Iterable[float]) -> bool:
-    """Is no rank's peak above its cap, but for rounding?"""
+    """Return whether no rank's peak is above its cap, but for rounding."""
     return all(peak <= cap * (1 + ROUNDING) for peak, cap in zip(peaks, caps, strict=True))
 
 
 def _renumbered(schedule: Schedule, orders: Iterable[Sequence[int]]) -> Iterator[Schedule]:
-    """The same pattern with other microbatches in it."""
+    """Return the same pattern with other microbatches in it."""
     for order in orders:
         yield schedule.replace(
             [None if action is None else _with_microbatch(action, order) for action in row] for row in schedule.rows

@@ -31,7 +31,7 @@ __all__ = ["steady_bound"]
 
 
 def steady_bound(problem: Problem) -> float:
-    """The least period of overlapping steps."""
+    """Return the least period of overlapping steps."""
     return max(_rank_bound(problem, rank) for rank in range(problem.ranks))
 
 
@@ -43,13 +43,13 @@ def _rank_bound(problem: Problem, rank: int) -> float:
     )
     hops, hops_back = (
         [sum(problem.wires[half * size + stage * count][:2]) for stage in range(problem.stages)] for half in range(2)
-    )  # after each F and I
+    )
     boundary = sum(hops[last:]) + sum(forward[last + 1 :]) + sum(backward) + sum(hops_back)
     boundary += weight[0] + sum(forward[:first]) + sum(hops[:first])
     fill = sum(forward[first:]) + sum(hops[first:]) + sum(backward[last + 1 :]) + sum(hops_back[last + 1 :])
     cap = problem.caps[rank]
     held = [_rate(backward[s] + weight[s], problem.most[s]) for s in stages]
-    held += [_rate(weight[s], problem.held[s]) for s in stages]  # of those whose I has run
+    held += [_rate(weight[s], problem.held[s]) for s in stages]  # Their I has run.
     work = [count * sum(times[s] for s in stages) for times in (forward, backward, weight)]
     ends = min(work[1] + work[2], _most(cap, max(held)))
     starts = min(work[0], _most(cap, max(_rate(forward[s], problem.most[s]) for s in stages)))

@@ -1,1 +1,0 @@
-"""Uneven reality: layers, ranks, links and microbatches that differ."""

@@ -15,7 +15,7 @@ from penstock.cli import app
 from penstock.errors import UsageError
 from penstock.tools.train.generation import opening
 from penstock.tools.train.generation.codec import ByteCodec
-from penstock.tools.train.generation.sampling import Sampling
+from penstock.tools.train.generation.continuing import Sampling
 
 ASKED: list[tuple[Any, ...]] = []
 

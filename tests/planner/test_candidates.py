@@ -8,9 +8,12 @@ import pytest
 from tiers import in_tiers
 
 from penstock.planner.calibration import candidate_of
+from penstock.planner.candidates import PlanCandidate
 from penstock.planner.cluster import Cluster
 from penstock.planner.fake_model import profile_config
+from penstock.planner.layout import MeshLayout
 from penstock.planner.plan import config_for
+from penstock.planner.price import Pricing
 from penstock.tools.train.data.batches import open_data
 from penstock.tools.train.run.activations import measure_peaks
 
@@ -43,3 +46,18 @@ def test_a_plan_counts_what_the_passes_of_a_step_allocate(
         there = planned.weights + planned.optimizer
         assert planned.tensors == there + together
         assert 0.998 <= planned.tensors / (there + measured.with_gradients) <= 1.08
+
+
+def test_what_a_family_holds_does_not_depend_on_which_was_asked_first() -> None:
+    """Whole and split backwards need other bytes for a moment, and shared the figure of whichever was priced first."""
+    config = config_for("gpt", batch=8, sequence=64, options={"layers": 4, "width": 64, "heads": 4})
+    cluster = Cluster(hosts=1, devices=2)
+    profile = profile_config(config, cluster.software)
+
+    def memory(*names: str) -> dict[str, object]:
+        pricing = Pricing(profile, cluster, MeshLayout(2), 1)
+        cuts = pricing.cut(2)
+        assert cuts is not None
+        return {name: PlanCandidate(pricing, name, 1, 4, False, cuts, 2.0).memory for name in names}
+
+    assert memory("1f1b", "zb-h1") == memory("zb-h1", "1f1b")

@@ -57,11 +57,8 @@ def bench(name: Name = None, rest: Rest = None, as_json: AsJson = False) -> None
 def _benches() -> dict[str, Path]:
     """Return every bench by its name, in the alphabet's order."""
     folder = find_folder(PLACES, "common.py", "the benches")
-    return {path.stem: path for path in sorted(folder.glob("*.py")) if _defines_main(path)}
-
-
-def _defines_main(path: Path) -> bool:
-    return any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree_of(path).body)
+    names = {path: [getattr(node, "name", "") for node in tree_of(path).body] for path in sorted(folder.glob("*.py"))}
+    return {path.stem: path for path, defined in names.items() if "main" in defined}
 
 
 def _list(benches: dict[str, Path], as_json: bool) -> None:

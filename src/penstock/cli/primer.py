@@ -75,9 +75,10 @@ def primer(
 
     Start with `penstock primer send-recv`, and go on in the order of the list. docs/primer.md walks through them.
     """
-    programs = _programs()
+    folder = find_folder(PLACES, "launch.py", "the primer's programs")
+    programs = sorted(folder.glob("[0-9][0-9]_*.py"))
     if copy is not None:
-        _copy_to(copy, name)
+        _copy_to(copy, folder, name)
     elif name is None:
         if ranks is not None or source:
             named = "--source" if source else "--ranks"
@@ -87,14 +88,6 @@ def primer(
         _show(_find(name, programs))
     else:
         _run(_find(name, programs), ranks, as_json)
-
-
-def _folder() -> Path:
-    return find_folder(PLACES, "launch.py", "the primer's programs")
-
-
-def _programs() -> list[Path]:
-    return sorted(_folder().glob("[0-9][0-9]_*.py"))
 
 
 def _name(path: Path) -> str:
@@ -135,12 +128,12 @@ def _show(path: Path) -> None:
         write(text.rstrip("\n"))
 
 
-def _copy_to(folder: Path, name: str | None) -> None:
+def _copy_to(folder: Path, source: Path, name: str | None) -> None:
     if name is not None:
         raise UsageError("--copy takes all programs, because they share two files; leave the name out")
     if folder.exists():
         raise UsageError(f"{folder} exists already; name a new folder")
-    shutil.copytree(_folder(), folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__"))
     count = counted(len(list(folder.glob("[0-9]*.py"))), "program")
     write(f"{count} in {folder}; run one: python {folder}/01_send_recv.py")
 

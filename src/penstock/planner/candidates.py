@@ -91,7 +91,8 @@ class PlanCandidate:
         """Find a figure once for all families with the same stages on each rank, and the same backwards."""
         if self.searched is not None:
             return find()
-        key = what, self.cuts, FAMILIES[self.family].layout, self.split, self.recompute
+        kind = self.family if what == "bound" else (FAMILIES[self.family].layout, self.split)
+        key = what, self.cuts, kind, self.recompute
         if key not in self.pricing.shared:
             self.pricing.shared[key] = find()
         found: Found = self.pricing.shared[key]
@@ -136,7 +137,31 @@ class PlanCandidate:
             most = max(most, fill + self.microbatches * work)
             first = own[0]
             fill += first.forward + (0.0 if self.split else first.input + first.weight + again[0])
+        if self.searched is None and (cap := FAMILIES[self.family].cap) is not None:
+            most = max(most, self._warm_up(cap(self.layout.pp, self.stages_per_rank)))
         return most + sum(self.around)
+
+    def _warm_up(self, cap: int) -> float:
+        """Bound the seconds of the first rank from below, if it holds no more than `cap` microbatch-stages.
+
+        A stage's first gradient comes when a microbatch has been through all stages and back. Until then the rank gives
+        back nothing of that stage and of those before it, so no more than `cap` forwards of these have run, and what
+        its later stages did was for these microbatches. All other work is still to do.
+        """
+        stages, found, later, behind = self.stages, 0.0, 0.0, 0.0
+        again = [each.again if self.recompute else 0.0 for each in stages]
+        own = _placement(self.family, self.layout.pp, self.stages_per_rank).stages_of(0)
+        work = {each: stages[each].forward + stages[each].input + stages[each].weight + again[each] for each in own}
+        forward = sum(each.forward for each in stages)
+        for number in reversed(range(len(stages))):
+            if number in work:
+                until = [stages[each].forward for each in own if each < number]
+                done = cap * max([*until, stages[number].forward + later])
+                done = min(done, self.microbatches * (sum(until) + stages[number].forward + later))
+                found = max(found, forward + behind + self.microbatches * sum(work.values()) - done)
+                later += work[number]
+            behind += stages[number].input + again[number]
+        return found
 
     @cached_property
     def peaks(self) -> list[tuple[float, float]]:

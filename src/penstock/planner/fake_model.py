@@ -33,7 +33,7 @@ from penstock.tools.train.config.device import precision_of
 from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.config.source import HUGGINGFACE, is_function
 from penstock.tools.train.data.batches import open_data
-from penstock.tools.train.data.vocabulary import check_positions
+from penstock.tools.train.data.checks import check_positions
 from penstock.tools.train.loss import StepLoss, build_loss
 from penstock.tools.train.models.huggingface import configuration_of, folder_of, tensor_plan_of
 

@@ -86,13 +86,17 @@ class Profile:
 
     def units(self, rows: float) -> tuple[Unit, ...]:
         """Return figures of a microbatch of so many rows; context parallelism leaves a part of a row to a rank."""
-        if rows not in self._by_rows:
-            self._by_rows[rows] = self._units(rows)
-        return self._by_rows[rows]
-
-    @cached_property
-    def _by_rows(self) -> dict[float, tuple[Unit, ...]]:
-        return {}
+        noted = self.notes("units")
+        if rows not in noted:
+            alike: dict[tuple[int, int], Unit] = {}  # Layers that repeat are one object.
+            found = []
+            for one, two in zip(self.one, self.two, strict=True):
+                key = id(one.forward), id(two.forward)
+                unit = alike[key] = alike.get(key) or on_line(one, two, rows)
+                found.append(replace(unit, name=one.name, parameters=one.parameters, trained=one.trained))
+            noted[rows] = tuple(found)
+        units: tuple[Unit, ...] = noted[rows]
+        return units
 
     def notes(self, of: object) -> dict[Any, Any]:
         """Return where to note figures that follow from this profile and `of`, so that they are found once."""
@@ -101,18 +105,6 @@ class Profile:
     @cached_property
     def _notes(self) -> dict[object, dict[Any, Any]]:
         return {}
-
-    def _units(self, rows: float) -> tuple[Unit, ...]:
-        known: dict[tuple[int, int], Unit] = {}  # Layers that repeat are one object.
-        for one, two in zip(self.one, self.two, strict=True):
-            if (id(one.forward), id(two.forward)) not in known:
-                known[id(one.forward), id(two.forward)] = on_line(one, two, rows)
-        return tuple(
-            replace(
-                known[id(one.forward), id(two.forward)], name=one.name, parameters=one.parameters, trained=one.trained
-            )
-            for one, two in zip(self.one, self.two, strict=True)
-        )
 
 
 def profile_model(
@@ -142,17 +134,9 @@ def profile_model(
         one = tuple(on_line(low, high, 0) for low, high in zip(two, three, strict=True))
     shape = getattr(model, "config", None)
     heads = getattr(shape, "num_attention_heads", 0)
-    return Profile(
-        one,
-        two,
-        sequence,
-        max((each.element_size() for each in model.parameters()), default=4),
-        listed,
-        heads or _heads(model),
-        (getattr(shape, "num_key_value_heads", None) or heads) / heads if heads else 1.0,
-        tuple(code_of(model.modules())),
-        least,
-    )
+    keys_share = (getattr(shape, "num_key_value_heads", None) or heads) / heads if heads else 1.0
+    element, code = max((each.element_size() for each in model.parameters()), default=4), code_of(model.modules())
+    return Profile(one, two, sequence, element, listed, heads or _heads(model), keys_share, tuple(code), least)
 
 
 def _counted(
@@ -275,9 +259,8 @@ def _units(hooks: _UnitHooks, model: nn.Module, names: list[str], styles: dict[i
     for number, (forward, name) in enumerate(zip(hooks.forward, ["", *parts, hooks.after], strict=True)):
         backward = hooks.backward.get(number, OperationCounts())
         before, live = live, forward.live
-        start = (
-            forward.live if number == len(hooks.forward) - 1 else hooks.backward.get(number + 1, OperationCounts()).live
-        )
+        is_last = number == len(hooks.forward) - 1
+        start = forward.live if is_last else hooks.backward.get(number + 1, OperationCounts()).live
         every, learned = Amount(), Amount()
         for parameter in held[number].values():
             every.add(parameter.numel(), key_of(parameter) in styles)

@@ -43,8 +43,7 @@ def save_page(
     recordings: RecordedSteps | None = None,
 ) -> None:
     """Write the page of runs side by side to a file."""
-    text = page(runs, title, notes=notes, curve=curve, recordings=recordings)
-    writing.save(path, text)
+    writing.save(path, page(runs, title, notes=notes, curve=curve, recordings=recordings))
 
 
 def page(

@@ -24,8 +24,8 @@ from penstock.tools.train.config.consistent import check_consistent
 from penstock.tools.train.config.read import load_config
 from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.evaluate import evaluate_checkpoint
+from penstock.tools.train.generation.continuing import Sampling
 from penstock.tools.train.generation.opening import open_writer
-from penstock.tools.train.generation.sampling import Sampling
 from penstock.tools.train.launch.stopping import INTERRUPTED, Stop
 from penstock.tools.train.run.metrics import Metrics, read_metrics
 from penstock.tools.train.run.progress import Pace, Progress, StepFigures, of_time

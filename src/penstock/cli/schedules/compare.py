@@ -56,7 +56,8 @@ def compare(sizes: Sizes, given: RankTimeOptions, draw: Draw = False, as_json: A
     check_size(ranks, microbatches, max(2, several or 0), MOST_COMPUTES)
     with working("building every family"):
         entries = [_entry(family, ranks, microbatches, several, times, hop) for family in FAMILIES.values()]
-    best = _best(entries)
+    training = [entry for entry in entries if not entry.schedule.forward_only]
+    best = {name: min(getattr(entry, name) for entry in training) for name in FIGURES}
     if as_json:
         write_json(_document(ranks, microbatches, entries, best))
         return
@@ -80,12 +81,6 @@ def _entry(
     timeline, steady = simulate(schedule, costs), steady_state(schedule, costs)
     peak = max(timeline.peak_activations) / share
     return Compared(family, schedule, timeline.makespan, timeline.bubble, steady.idle, peak)
-
-
-def _best(entries: list[Compared]) -> dict[str, float]:
-    """Return the lowest of each figure among the families that train."""
-    training = [entry for entry in entries if not entry.schedule.forward_only]
-    return {name: min(getattr(entry, name) for entry in training) for name in FIGURES}
 
 
 def _is_best(entry: Compared, name: str, best: dict[str, float]) -> bool:

@@ -79,15 +79,12 @@ def _lines(found: Any, title: str, steps: int) -> list[str]:
         lines.append(f"HUNG        ranks {', '.join(map(str, found.hung))}")
     if found.notices:
         lines += ["", str(found.notices[0].error).partition("\n")[0], ""]
-        lines += [_told(notice) for notice in found.notices[:SHOWN]]
+        for each in found.notices[:SHOWN]:
+            named = "nobody" if each.named is None else f"rank {each.named}"
+            lines.append(f"rank {each.rank} knew at {number(each.time)}, in step {each.step}, and named {named}")
     if (more := len(found.notices) - SHOWN) > 0:
         lines.append(f"{counted(more, 'notice')} more, the last at {number(found.notices[-1].time)}")
     return lines
-
-
-def _told(notice: Any) -> str:
-    named = "nobody" if notice.named is None else f"rank {notice.named}"
-    return f"rank {notice.rank} knew at {number(notice.time)}, in step {notice.step}, and named {named}"
 
 
 def _document(found: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from penstock.errors import UsageError
-from penstock.integrations.accumulation import first_rows
+from penstock.integrations.batches import first_rows
 from penstock.pipeline import StepResult
 
 Logged = dict[str, tuple[Any, dict[str, Any]]]  # name -> a number, and the options of log()

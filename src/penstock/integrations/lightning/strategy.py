@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.generators import restore_generators, states_of_generators
 from penstock.errors import CheckpointError, UsageError
-from penstock.integrations.accumulation import AccumulationScale, take_count
+from penstock.integrations.batches import AccumulationScale, take_count
 from penstock.integrations.lightning.checkpoint_io import PipelineCheckpointIO
 from penstock.integrations.lightning.checks import check_options, check_use
 from penstock.integrations.lightning.steps import (
@@ -32,7 +32,7 @@ from penstock.integrations.lightning.steps import (
     joined_logs,
     number_of,
 )
-from penstock.integrations.optimizer_state import OptimizerState, load_own
+from penstock.integrations.state import OptimizerState, load_own
 from penstock.parallel.mesh import Axes, mesh
 from penstock.pipeline import Pipeline
 from penstock.pipeline.model_state.carry import carry

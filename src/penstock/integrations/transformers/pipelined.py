@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.trainer_utils import EvalLoopOutput
 
-from penstock.integrations.optimizer_state import Misfits, load_own
+from penstock.integrations.state import Misfits, load_own
 from penstock.pipeline import Pipeline
 from penstock.pipeline.model_state.carry import carry
 

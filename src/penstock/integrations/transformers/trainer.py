@@ -21,8 +21,8 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
 from penstock.errors import UsageError
-from penstock.integrations.accumulation import AccumulationScale, first_rows, take_count
-from penstock.integrations.optimizer_state import OptimizerState
+from penstock.integrations.batches import AccumulationScale, first_rows, take_count
+from penstock.integrations.state import OptimizerState
 from penstock.integrations.transformers.accelerator import ReplicaAccelerator
 from penstock.integrations.transformers.checks import check_optimizer, check_options, check_use
 from penstock.integrations.transformers.loss import TrainerLoss

@@ -29,9 +29,9 @@ from penstock.tools.train.config.read import checked
 from penstock.tools.train.config.settings import GPTOptions, TrainConfig
 from penstock.tools.train.config.source import HUGGINGFACE, call_source, is_function
 from penstock.tools.train.data.batch import DataBatch, DataBatches
+from penstock.tools.train.data.checks import check_packing, check_vocabulary, vocabulary_of
 from penstock.tools.train.data.layouts import split_of
 from penstock.tools.train.data.tokenizer import open_tokenizer
-from penstock.tools.train.data.vocabulary import check_packing, check_vocabulary, vocabulary_of
 from penstock.tools.train.loss import StepLoss, build_loss
 from penstock.tools.train.models.gpt import build_gpt
 from penstock.tools.train.models.huggingface import build_huggingface, tensor_plan_of, values_of

@@ -29,8 +29,8 @@ from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.config.source import libraries_of
 from penstock.tools.train.data.batch import DataBatch, DataBatches
 from penstock.tools.train.data.batches import check_validation, open_data
+from penstock.tools.train.data.checks import check_vocabulary, position_warning
 from penstock.tools.train.data.row_batches import RowBatches
-from penstock.tools.train.data.vocabulary import check_vocabulary, position_warning
 from penstock.tools.train.models.huggingface import left_out, tensor_plan_of
 from penstock.tools.train.run.activations import measure_peaks
 from penstock.tools.train.run.allocations import StepPeaks, bytes_of
@@ -115,17 +115,8 @@ def make_plan(config: TrainConfig) -> DryRun:
         memory = _memory(config, pipe, peaks, on_device)
         notes = tuple(memory_notes(config, data, largest))
         words = "\n".join(filter(None, [data.words, position_warning(model, data)]))
-        return DryRun(
-            f"{table}\n\n{how}",
-            words,
-            schedule,
-            timeline,
-            stages is not None,
-            memory,
-            notes,
-            on_device,
-            device_memory(),
-        )
+        shown = f"{table}\n\n{how}"
+        return DryRun(shown, words, schedule, timeline, stages is not None, memory, notes, on_device, device_memory())
 
 
 def _second_step(config: TrainConfig, data: DataBatches) -> DataBatch:
@@ -171,7 +162,10 @@ def _memory(config: TrainConfig, pipe: Pipeline, peaks: list[StepPeaks] | None, 
     divided = _divided(config, pipe)
     rows = []
     forked = config.pipeline.workers == "processes"
-    base = 0.0 if on_device else process_bytes(libraries_of(config), _code_of(pipe), config, forked=forked)
+    model = pipe.deployment.staged.model
+    parts = [model] if isinstance(model, nn.Module) else model
+    code = code_of(module for part in parts for module in part.modules())
+    base = 0.0 if on_device else process_bytes(libraries_of(config), code, config, forked=forked)
     for rank in range(ranks):
         own = [each for each in pipe.deployment.staged.holdings() if placement.rank_of(each.stage) == rank]
         weights, trained, average = _weights(own, config, divided)
@@ -185,21 +179,10 @@ def _memory(config: TrainConfig, pipe: Pipeline, peaks: list[StepPeaks] | None, 
         if config.checkpoint.async_save and not on_device:  # On a device, the copy is in the memory of the host.
             copy = (trained if left_out(config) else weights) + state
         rows.append(rank_memory(weights, trained, state, active, alone=0.0, copy=copy, together=together))
-    if config.pipeline.workers == "threads" and not on_device:
-        rows = [_together(rows)]
+    if config.pipeline.workers == "threads" and not on_device:  # They are in one process, and hold this at most.
+        columns = zip(*map(astuple, rows), strict=True)
+        rows = [Memory(*(None if None in column else sum(column) for column in columns))]  # type: ignore[arg-type]
     return tuple(replace(row, process=base + row.process) for row in rows)
-
-
-def _code_of(pipe: Pipeline) -> list[str]:
-    model = pipe.deployment.staged.model
-    parts = [model] if isinstance(model, nn.Module) else model
-    return code_of(module for part in parts for module in part.modules())
-
-
-def _together(rows: list[Memory]) -> Memory:
-    """Sum what several ranks in one process hold, at most."""
-    columns = zip(*map(astuple, rows), strict=True)
-    return Memory(*(None if None in column else sum(column) for column in columns))  # type: ignore[arg-type]
 
 
 def _weights(own: list[Holding], config: TrainConfig, divided: set[str]) -> tuple[float, float, float]:

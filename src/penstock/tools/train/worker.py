@@ -33,7 +33,7 @@ from penstock.tools.train.config.device import device_of
 from penstock.tools.train.config.elastic import describe_layout, layout_for
 from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.data.batches import check_validation, open_data
-from penstock.tools.train.data.vocabulary import position_warning
+from penstock.tools.train.data.checks import position_warning
 from penstock.tools.train.launch.attempts import let_go, new_prefix, reach_store, stand_by
 from penstock.tools.train.launch.environment import Job
 from penstock.tools.train.launch.rank_notes import leave_note, note_path, ready_path

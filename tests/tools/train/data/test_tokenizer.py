@@ -13,10 +13,10 @@ from penstock.tools.train.build import build_model, gpt_options
 from penstock.tools.train.config.read import load_config
 from penstock.tools.train.data.batches import open_data
 from penstock.tools.train.data.chat import encode_chat
+from penstock.tools.train.data.checks import check_vocabulary
 from penstock.tools.train.data.documents import Encoder
 from penstock.tools.train.data.records import JsonLines, Record, RowPlace
 from penstock.tools.train.data.tokenizer import Tokenizer, open_tokenizer
-from penstock.tools.train.data.vocabulary import check_vocabulary
 from penstock.tools.train.generation.codec import ByteCodec, TokenizerCodec
 
 TURNS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

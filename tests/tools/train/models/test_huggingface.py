@@ -205,8 +205,8 @@ def _started_from(base: Path, tmp_path: Path, wanted: torch.Tensor) -> None:
 
 def _written(saved: Path, merged: Any) -> None:
     """Rows of different lengths that are continued together are what each becomes alone, by transformers itself."""
+    from penstock.tools.train.generation.continuing import Sampling
     from penstock.tools.train.generation.opening import open_writer
-    from penstock.tools.train.generation.sampling import Sampling
 
     writer = open_writer(saved)
     prompts = [list(b"the quick"), list(b"dog")]

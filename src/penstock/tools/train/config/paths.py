@@ -60,7 +60,9 @@ def _model(config: TrainConfig) -> Iterator[str]:
         if config.model.init != "random" and not has_weights(folder):
             yield f"model.source: {no_weights(folder)}"
     elif not _may_be_configuration(str(folder)):
-        yield no_configuration(str(folder), _configurations())
+        models = _models()
+        known = [] if models is None else sorted(path.name for path in models.iterdir() if path.is_dir())
+        yield no_configuration(str(folder), known)
 
 
 def _models() -> Path | None:
@@ -68,11 +70,6 @@ def _models() -> Path | None:
     found = find_spec("transformers")
     places = [] if found is None else list(found.submodule_search_locations or ())
     return Path(places[0], "models") if places else None
-
-
-def _configurations() -> list[str]:
-    models = _models()
-    return [] if models is None else sorted(path.name for path in models.iterdir() if path.is_dir())
 
 
 def _may_be_configuration(name: str) -> bool:

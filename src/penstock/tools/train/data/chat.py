@@ -130,7 +130,7 @@ def _by_beginnings(tokenizer: Tokenizer, messages: Any, place: object) -> tuple[
     for number, message in enumerate(messages):
         if message["role"] != ASSISTANT:
             continue
-        before = _written(tokenizer, messages[:number], place, prompt=True) if number else _opening(tokenizer, place)
+        before = _written(tokenizer, messages[:number], place, prompt=True)
         after = _written(tokenizer, messages[: number + 1], place)
         if not (text.startswith(after) and after.startswith(before) and len(before) < len(after)):
             raise UsageError(
@@ -140,11 +140,6 @@ def _by_beginnings(tokenizer: Tokenizer, messages: Any, place: object) -> tuple[
         answers.append((len(before), len(after)))
     encoded = tokenizer.spans(text)
     return encoded.ids, _inside(encoded.spans, answers, text, place)
-
-
-def _opening(tokenizer: Tokenizer, place: object) -> str:
-    """Return what stands before an answer that comes first."""
-    return _written(tokenizer, [], place, prompt=True)
 
 
 def _inside(spans: list[tuple[int, int]], answers: list[tuple[int, int]], text: str, place: object) -> list[bool]:

@@ -63,12 +63,8 @@ def open_rows(key: str, source: str | Sequence[str], options: dict[str, Any]) ->
         raise UsageError("data.options are for a module:function; files take none")
     found: list[RowFile] = []
     for path in find_paths([source] if isinstance(source, str) else source, key):
-        if path.suffix.lower() in JSON_LINES:
-            found.append(JsonLines(path))
-        elif path.suffix.lower() == ".parquet":
-            found.append(Parquet(path))
-        else:
-            found.append(Arrow(path))
+        suffix = path.suffix.lower()
+        found.append((JsonLines if suffix in JSON_LINES else Parquet if suffix == ".parquet" else Arrow)(path))
     return found
 
 
@@ -87,24 +83,29 @@ class JsonLines:
                 if len(line) > MOST_ROW:
                     raise FileError(place, f"it has more than {MOST_ROW:,} bytes; no more are read of a row")
                 if line.strip():
-                    yield Record(_parsed(line, place), place, begin)
+                    yield Record(parse_json(line, place, dict), place, begin)
 
     def number(self, begin: int) -> str:
         with open(open_plain(self.path), "rb") as file:
             return f"line {file.read(begin).count(10) + 1}"
 
 
-def _parsed(line: bytes, place: RowPlace) -> dict[str, Any]:
-    found: dict[str, Any] = parse_json(line, place, dict)
-    return found
-
-
-class Parquet:
-    """A Parquet file; a place is a number of rows."""
+class _Numbered:
+    """Rows whose places are their numbers."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        _datasets("data.source")
+
+    def number(self, begin: int) -> str:
+        return f"row {begin}"
+
+
+class Parquet(_Numbered):
+    """A Parquet file; a place is a number of rows."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        _datasets()
 
     def read(self, begin: int) -> Iterator[Record]:
         from pyarrow import ArrowException
@@ -119,9 +120,6 @@ class Parquet:
                             yield Record(values, RowPlace(self, number), number + 1)
         except (ArrowException, *NONSENSE) as error:
             raise UsageError(f"{self.path} is no Parquet file that can be read: {error}") from None
-
-    def number(self, begin: int) -> str:
-        return f"row {begin}"
 
 
 def _check_footer(path: Path) -> None:
@@ -149,12 +147,12 @@ def _groups(file: Any, begin: int) -> Iterator[tuple[int, Any]]:
         first += rows
 
 
-class Arrow:
+class Arrow(_Numbered):
     """A folder that `Dataset.save_to_disk` has written, or an Arrow file of it; a place is a number of rows."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        datasets = _datasets("data.source")
+        super().__init__(path)
+        datasets = _datasets()
         if (path / "dataset_dict.json").is_file():
             splits = sorted(each.name for each in path.iterdir() if each.is_dir())
             raise UsageError(
@@ -181,9 +179,6 @@ class Arrow:
                 raise UsageError(f"{place} cannot be read: {error}") from None
             yield Record(values, place, number + 1)
 
-    def number(self, begin: int) -> str:
-        return f"row {begin}"
-
 
 def _check_inside(folder: Path) -> None:
     """Refuse a folder of rows that are elsewhere, where a FIFO may be."""
@@ -194,11 +189,11 @@ def _check_inside(folder: Path) -> None:
         raise ValueError("state.json names a file more than once")
 
 
-class OwnRows:
+class OwnRows(_Numbered):
     """Rows that a function of the user's returns, such as a `Dataset` of datasets; a place is a number of rows."""
 
     def __init__(self, rows: Any, words: str, key: str) -> None:
-        self.path = Path(words)
+        super().__init__(Path(words))
         self._rows = rows
         if not hasattr(rows, "__iter__"):
             raise UsageError(
@@ -219,15 +214,14 @@ class OwnRows:
                 raise UsageError(f"{self.path}, row {number} is a {type(values).__name__}; rows are dicts of columns")
             yield Record(values, RowPlace(self, number), number + 1)
 
-    def number(self, begin: int) -> str:
-        return f"row {begin}"
 
-
-def _datasets(key: str) -> Any:
+def _datasets() -> Any:
     try:
         import datasets  # optional, and slow to load
     except ImportError:
-        raise UsageError(f"{key}: Parquet and Arrow need the datasets package: pip install 'penstock[data]'") from None
+        raise UsageError(
+            "data.source: Parquet and Arrow need the datasets package: pip install 'penstock[data]'"
+        ) from None
     return datasets
 
 

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,17 +30,11 @@ ORDER, WINDOW = 2, 3  # streams of random numbers
 START: Position = (0, 0)
 
 
-class Documents(Protocol):
-    """Where documents come from, in the order of an epoch."""
-
-    fingerprint: str
-
-    def read(self, epoch: int, position: Position) -> Iterator[tuple[list[Document], Position]]:
-        """Yield the documents of each row from a position on, with the position after it."""
-
-
 class InMemory:
-    """Documents that are all there; an epoch goes through them in an order of its own."""
+    """Documents that are all there; an epoch goes through them in an order of its own.
+
+    `read`, here and in `Streamed`, yields the documents of each row from a position on, with the position after it.
+    """
 
     def __init__(self, documents: Sequence[Document], seed: int, shuffle: bool) -> None:
         self._documents, self._seed, self._shuffle = documents, seed, shuffle
@@ -62,7 +56,8 @@ class Streamed:
 
     def __init__(self, files: Sequence[RowFile], encoder: Encoder) -> None:
         self._files, self._encoder = files, encoder
-        names = "\n".join(f"{file.path.name} {_size(file)}" for file in files)
+        sizes = (file.path.stat().st_size if file.path.is_file() else 0 for file in files)
+        names = "\n".join(f"{file.path.name} {size}" for file, size in zip(files, sizes, strict=True))
         self.fingerprint = hashlib.sha256(names.encode()).hexdigest()
 
     def read(self, epoch: int, position: Position) -> Iterator[tuple[list[Document], Position]]:
@@ -70,8 +65,7 @@ class Streamed:
             yield self._encoder.encode(record), after
 
 
-def _size(file: RowFile) -> int:
-    return file.path.stat().st_size if file.path.is_file() else 0
+Documents = InMemory | Streamed
 
 
 def _shuffled(count: int, seed: int) -> list[int]:
@@ -115,7 +109,7 @@ class RowBatches:
         """Return the next batch to look at, without taking it."""
         if self._ahead is None:
             before = self.state_dict()
-            self._ahead = before, self._batch()
+            self._ahead = before, self._layout.batch([self._row() for _ in range(self._rows)])
         return self._ahead[1]
 
     def at(self, number: int) -> DataBatch:
@@ -143,9 +137,6 @@ class RowBatches:
         return self._layout.batch([*rows, *[[]] * (self._rows - len(rows))]) if rows else None
 
     # -- windows
-
-    def _batch(self) -> DataBatch:
-        return self._layout.batch([self._row() for _ in range(self._rows)])
 
     def _row(self) -> Row:
         if self._made is None:

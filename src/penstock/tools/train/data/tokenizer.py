@@ -76,7 +76,8 @@ class Tokenizer:
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """Yield the tokens of each text, with its end; some texts are encoded at a time, on all cores."""
-        for some in _some(texts):
+        taken = iter(texts)
+        while some := list(islice(taken, TOGETHER)):
             if self.of_transformers is None:
                 found = [each.ids for each in self._fast.encode_batch_fast(some)]
             else:
@@ -118,12 +119,6 @@ def _check_growth(path: str, part: Any) -> None:
             growth *= len(each.get("content") or each.get("prepend") or "1")
     if growth > MOST_GROWTH:
         raise UsageError(f"data.tokenizer: {path} replaces letters by texts of more than {MOST_GROWTH:,} letters")
-
-
-def _some(texts: Iterable[str]) -> Iterator[list[str]]:
-    taken = iter(texts)
-    while some := list(islice(taken, TOGETHER)):
-        yield some
 
 
 @lru_cache(maxsize=4)

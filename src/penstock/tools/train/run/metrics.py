@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,12 @@ class Metrics:
     def write(self, step: int, **values: Any) -> None:
         """Write one line; it is in the file when this returns, if not yet on the disk."""
         figures = {name: value for name, value in values.items() if value is not None}
-        line = {"step": step, **{name: _plain(value) for name, value in figures.items()}}
+        # NaN and infinity, which JSON does not have, are written as text.
+        plain = {
+            name: str(each) if isinstance(each, float) and not isfinite(each) else each
+            for name, each in figures.items()
+        }
+        line = {"step": step, **plain}
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         self.check()
@@ -65,11 +70,6 @@ class Metrics:
         self._file.close()
         for outlet in self._outlets:
             outlet.close()
-
-
-def _plain(value: Any) -> Any:
-    """Write as text what JSON does not have: NaN and infinity."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

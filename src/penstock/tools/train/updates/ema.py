@@ -28,7 +28,10 @@ class WeightAverage:
         names = names_by_parameter(pipe)
         owned = [parameter for parameter in pipe.parameters() if parameter is not pipe.state.nothing]
         self._parameters = {names[id(parameter)]: parameter for parameter in owned if parameter.requires_grad}
-        self.tensors = {name: _copy(parameter) for name, parameter in self._parameters.items()}
+        # A copy is laid out as its parameter is.
+        self.tensors = {
+            name: each.detach().clone().to(averaged_as(each.dtype)) for name, each in self._parameters.items()
+        }
         self.decay = decay
         self.updates = 0
 
@@ -73,11 +76,6 @@ class WeightAverage:
 def averaged_as(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of an average of such weights: 32 bits at least, because less would swallow small changes."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _copy(parameter: Tensor) -> Tensor:
-    """Make a copy that is laid out as the parameter is."""
-    return parameter.detach().clone().to(averaged_as(parameter.dtype))
 
 
 def _here(tensor: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ parameters' gradients show it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +49,10 @@ def find_culprit(pipe: Pipeline, again: Callable[[], Any]) -> Culprit:
     """
     found = _bad_parameters(pipe)
     pipe.zero_grad()
-    with _watched(pipe, found):
+    with ExitStack() as hooks:
+        for stage, part in pipe.deployment.ranks.modules().items():
+            for name, module in filter(itemgetter(0), part.named_modules()):
+                hooks.callback(module.register_forward_hook(_look(pipe, stage, name, found)).remove)
         pipe.deployment.counter.step -= 1
         result = again()
     bad_loss = result.loss is not None and not bool(torch.isfinite(result.loss))
@@ -84,28 +88,14 @@ def _bad_parameters(pipe: Pipeline) -> list[_Found]:
 def _bad_gradients(pipe: Pipeline) -> list[tuple[int, str]]:
     found = []
     for holding in pipe.deployment.holdings():
-        names = [
-            name
-            for name, value in holding.module.named_parameters()
-            if value.grad is not None and not bool(torch.isfinite(value.grad).all())
-        ]
+        gradients = [(name, value.grad) for name, value in holding.module.named_parameters() if value.grad is not None]
+        names = [name for name, gradient in gradients if not bool(torch.isfinite(gradient).all())]
         if names:  # The last one is nearest to the loss.
             full = holding.names.get(names[-1], names[-1])
             owner = full.rpartition(".")[0] or full
-            found.append(
-                (holding.stage, f"the backward of {owner}; all outputs were finite, the gradient of {full} is not")
-            )
+            words = f"the backward of {owner}; all outputs were finite, the gradient of {full} is not"
+            found.append((holding.stage, words))
     return found
-
-
-@contextmanager
-def _watched(pipe: Pipeline, found: list[_Found]) -> Iterator[None]:
-    with ExitStack() as hooks:
-        for stage, part in pipe.deployment.ranks.modules().items():
-            for name, module in part.named_modules():
-                if name:
-                    hooks.callback(module.register_forward_hook(_look(pipe, stage, name, found)).remove)
-        yield
 
 
 def _look(pipe: Pipeline, stage: int, name: str, found: list[_Found]) -> Callable[..., None]:
@@ -114,10 +104,8 @@ def _look(pipe: Pipeline, stage: int, name: str, found: list[_Found]) -> Callabl
             return
         for value in pytree.tree_leaves(output):
             if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
-                full = _full_name(pipe, stage, name, module)
-                found.append(
-                    _Found(stage, len(found), f"{full} ({type(module).__name__}), whose output has {_kind(value)}")
-                )
+                named = f"{_full_name(pipe, stage, name, module)} ({type(module).__name__})"
+                found.append(_Found(stage, len(found), f"{named}, whose output has {_kind(value)}"))
                 return
 
     return hook

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import CheckpointError
-from penstock.integrations.optimizer_state import OptimizerState
+from penstock.integrations.state import OptimizerState
 
 
 def model() -> nn.Sequential:

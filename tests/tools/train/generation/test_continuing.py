@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import UsageError
-from penstock.tools.train.generation.sampling import Sampling
+from penstock.tools.train.generation.continuing import Sampling
 
 
 def test_shares_are_those_of_the_likeliest() -> None:

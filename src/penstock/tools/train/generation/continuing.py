@@ -25,7 +25,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.overrides import TorchFunctionMode
 
 from penstock.errors import UsageError
-from penstock.tools.train.data.vocabulary import positions_of
+from penstock.tools.train.data.checks import positions_of
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock
-from penstock.integrations.accumulation import AccumulationScale, take_count
+from penstock.integrations.batches import AccumulationScale, take_count
 
 
 def test_a_small_batch_takes_fewer_microbatches_and_its_loss_is_scaled() -> None:

@@ -11,7 +11,7 @@ from penstock.errors import UsageError
 from penstock.tools.train.build import build_model
 from penstock.tools.train.config.read import load_config
 from penstock.tools.train.data.batches import open_data
-from penstock.tools.train.data.vocabulary import check_vocabulary, position_warning
+from penstock.tools.train.data.checks import check_vocabulary, position_warning
 
 SHAPES = {
     "gpt2": "{n_embd = 8, n_layer = 1, n_head = 2, n_positions = 32, vocab_size = 256}",

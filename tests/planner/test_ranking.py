@@ -87,7 +87,7 @@ def test_no_way_is_faster_or_smaller_than_its_bounds_say(layout: MeshLayout) -> 
 
 
 @pytest.mark.parametrize("name", [name for name in default_families() if FAMILIES[name].cap])
-def test_a_family_holds_no_more_than_its_cap_by_which_its_warm_up_is_bounded(name: str) -> None:
+def test_a_family_holds_no_more_than_its_cap(name: str) -> None:
     entry = FAMILIES[name]
     assert entry.cap is not None
     for ranks, microbatches in ((2, 1), (2, 7), (3, 9), (4, 16), (6, 11), (8, 24)):

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.errors import UsageError
+from penstock.model.moved import move_together
 from penstock.model.staged_model import Holding, StagedModel
 from penstock.parallel.group.world import World
 from penstock.pipeline.programs import Programs
@@ -79,7 +81,20 @@ class Deployment:
 
     def put_on_devices(self) -> None:
         """The local stages go where they belong."""
+        there: dict[torch.device, list[nn.Module]] = {}
+        homes: dict[int, tuple[int, torch.device]] = {}  # by parameter: the stage that was seen with it, and its device
         for holding in self.holdings():
             device = self.devices.get(self.placement.rank_of(holding.stage))
-            if device is not None:
-                holding.module.to(device)
+            if device is None:
+                continue
+            there.setdefault(device, []).append(holding.module)
+            for name, parameter in holding.module.named_parameters():
+                stage, home = homes.setdefault(id(parameter), (holding.stage, device))
+                if home != device:
+                    raise UsageError(
+                        f"{holding.names.get(name, name)} is one parameter of stages {stage} and {holding.stage}, "
+                        f"whose ranks are threads on {home} and {device}; start a process for each rank (torchrun), "
+                        f"which adds up the gradients of both, or give these ranks one device: devices=[...]"
+                    )
+        for device, modules in there.items():
+            move_together(modules, device)

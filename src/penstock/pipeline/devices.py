@@ -14,6 +14,7 @@ from penstock.devices import accelerator, indexed, on_accelerator
 from penstock.errors import UsageError
 from penstock.model.staged_model import StagedModel
 from penstock.parallel.group.world import World
+from penstock.runtime.optim.tied import tied_places
 from penstock.schedule import Placement
 
 AUTO = "auto"
@@ -44,7 +45,7 @@ def devices_of_ranks(
     """Return the device of each local rank; none where all of them stay on the CPU.
 
     A model that is on an accelerator stays there. On "auto" any other goes to the accelerator: a process takes the
-    device of its local rank, and threads take one each.
+    device of its local rank, and threads take one each, or share one where they share parameters.
     """
     ranks = range(placement.ranks)
     local = ranks if world.rank is None else [world.rank]
@@ -61,8 +62,19 @@ def devices_of_ranks(
     if asked is None or kind is None:
         return {}
     if world.size is None:
-        return {rank: torch.device(kind, rank % torch.accelerator.device_count()) for rank in local}
+        owners = _together(staged, placement)
+        return {rank: torch.device(kind, owners[rank] % torch.accelerator.device_count()) for rank in local}
     return dict.fromkeys(local, torch.device(kind, own_index())) if serves(world.group, kind) else {}
+
+
+def _together(staged: StagedModel, placement: Placement) -> list[int]:
+    """Return for each rank the first of those with which it shares parameters, or itself."""
+    owners = list(range(placement.ranks))
+    holdings = staged.holdings()
+    for places in tied_places(staged):
+        shared = {owners[placement.rank_of(holdings[number].stage)] for number, _ in places}
+        owners = [min(shared) if owner in shared else owner for owner in owners]
+    return owners
 
 
 def measuring_device(

@@ -136,9 +136,9 @@ class Pipeline(PipelineModel):
             )
             self.steps = Steps(deployment, self.batches, self.state)
             self.state.materialise(model, init)
+            tied = tied_places(cut)  # before anything takes the place of a parameter
             deployment.put_on_devices()
             world.check_facts(self.facts(), deployment.counter)
-            tied = tied_places(cut)  # before anything takes the place of a parameter
             deployment.replication = self.composition.build(self, tied)
             world.built()
         deployment.ranks.track_changes()  # shards, or values for what had none, have taken the place of parameters

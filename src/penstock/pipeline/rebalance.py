@@ -163,7 +163,8 @@ def apply_cut(pipe: Pipeline, proposal: Proposal, optimizer: Optimizers) -> bool
     )
     pipe.state.other_ranks.moved(deployment)
     deployment.ranks = deployment.ranks.successor(after, schedule.placement)
+    tied = tied_places(after)  # before anything takes the place of a parameter
     deployment.put_on_devices()
     deployment.ranks.track_changes()
-    pipe.follow_cut(tied_places(after))
+    pipe.follow_cut(tied)
     return True

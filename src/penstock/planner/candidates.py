@@ -81,19 +81,17 @@ class PlanCandidate:
         return self._once("own", self._own)
 
     def _own(self) -> list[list[StageCosts]]:
-        stages = self.stages
-        if self.searched is not None:
-            placement = self.searched.placement
-        else:
-            placement = _placement(self.family, self.layout.pp, self.stages_per_rank)
+        stages, searched = self.stages, self.searched
+        placement = (
+            _placement(self.family, self.layout.pp, self.stages_per_rank) if searched is None else searched.placement
+        )
         return [[stages[stage] for stage in placement.stages_of(rank)] for rank in range(self.layout.pp)]
 
     def _once(self, what: str, find: Callable[[], Found]) -> Found:
-        """Find a figure once for all families with the same stages on each rank."""
+        """Find a figure once for all families with the same stages on each rank, and the same backwards."""
         if self.searched is not None:
             return find()
-        split = self.is_measured and self.split  # Times that are counted are the same.
-        key = what, self.cuts, self.family if what == "bound" else FAMILIES[self.family].layout, split, self.recompute
+        key = what, self.cuts, FAMILIES[self.family].layout, self.split, self.recompute
         if key not in self.pricing.shared:
             self.pricing.shared[key] = find()
         found: Found = self.pricing.shared[key]
@@ -138,43 +136,17 @@ class PlanCandidate:
             most = max(most, fill + self.microbatches * work)
             first = own[0]
             fill += first.forward + (0.0 if self.split else first.input + first.weight + again[0])
-        cap = None if self.searched is not None else FAMILIES[self.family].cap
-        if cap is not None:
-            most = max(most, self._warm_up(cap(self.layout.pp, self.stages_per_rank)))
         return most + sum(self.around)
-
-    def _warm_up(self, cap: int) -> float:
-        """Bound the seconds of the first rank from below, if it holds no more than `cap` microbatch-stages.
-
-        A stage's first gradient comes when a microbatch has been through all stages and back. Until then the rank gives
-        back nothing of that stage and of those before it, so no more than `cap` forwards of these have run, and what
-        its later stages did was for these microbatches. All other work is still to do.
-        """
-        stages, found, later, behind = self.stages, 0.0, 0.0, 0.0
-        again = [each.again if self.recompute else 0.0 for each in stages]
-        own = _placement(self.family, self.layout.pp, self.stages_per_rank).stages_of(0)
-        work = {each: stages[each].forward + stages[each].input + stages[each].weight + again[each] for each in own}
-        forward = sum(each.forward for each in stages)
-        for number in reversed(range(len(stages))):
-            if number in work:
-                until = [stages[each].forward for each in own if each < number]
-                done = cap * max([*until, stages[number].forward + later])
-                done = min(done, self.microbatches * (sum(until) + stages[number].forward + later))
-                found = max(found, forward + behind + self.microbatches * sum(work.values()) - done)
-                later += work[number]
-            behind += stages[number].input + again[number]
-        return found
 
     @cached_property
     def peaks(self) -> list[tuple[float, float]]:
         """Bytes of each rank at its peak: of activations, and of activations and gradients at one time."""
-        if self.searched is not None:
-            peaks = peaks_with_gradients(self.searched, self.costs, *self._gradients)
-        else:
+        if self.searched is None:
             peaks = self._peaks_of(self.microbatches)
-        found = [
-            (alone + more, both + more) for (alone, both), more in zip(peaks, map(self._extra, self.own), strict=True)
-        ]
+        else:
+            peaks = peaks_with_gradients(self.searched, self.costs, *self._gradients)
+        extra = map(self._extra, self.own)
+        found = [(alone + more, both + more) for (alone, both), more in zip(peaks, extra, strict=True)]
         if not self.accumulated:
             return found
         whole = [sum(map(self.pricing.gradient_bytes, own)) for own in self.own]
@@ -186,11 +158,7 @@ class PlanCandidate:
     @property
     def _gradients(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Bytes of the gradients of each stage, and what a first backward needs beside."""
-        stages = self.stages
-        return self._once(
-            "gradients",
-            lambda: (tuple(map(self.pricing.gradient_bytes, stages)), tuple(each.early for each in stages)),
-        )
+        return tuple(map(self.pricing.gradient_bytes, self.stages)), tuple(each.early for each in self.stages)
 
     @cached_property
     def memory(self) -> tuple[Memory, ...]:

@@ -28,6 +28,7 @@ from penstock.compat.gpipe.arguments import (
 from penstock.compat.gpipe.calls import Calls
 from penstock.errors import ModelError, PathError, UsageError
 from penstock.model.lru_cache import LruCache
+from penstock.model.moved import move_together
 from penstock.model.replay.recording.unit_calls import shapes_of
 from penstock.model.staged_model import StagedModel
 from penstock.runtime.batch.batch_options import BatchOptions
@@ -237,7 +238,7 @@ class GPipe(nn.Module):
         devices = None if self.devices is None else self.devices[: split.stages]
         calls = Calls(split, self.chunks, self.checkpoint, devices, self._dims, self.timeout)
         for part, device in zip(split.parts, devices or (), strict=False):
-            part.module.to(device)
+            move_together([part.module], torch.device(device))
         calls.ranks.track_changes()
         return calls
 

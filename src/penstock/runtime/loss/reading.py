@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +23,15 @@ MEANS = frozenset({"MeanBackward0", "MeanBackward1"})
 SUMS = frozenset({"SumBackward0", "SumBackward1", "NansumBackward0"})
 ADDED = frozenset({"AddBackward0", "SubBackward0", "SubBackward1", "NegBackward0"})
 PRODUCTS = frozenset({"DotBackward0", "VdotBackward0", "MvBackward0", "MmBackward0", "BmmBackward0"})
+JOINED = "StackBackward0"
+FEW = 8  # losses that are stacked, and not one for each row
 SAME = frozenset({
-    "ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewBackward0", "SqueezeBackward0", "PermuteBackward0",
+    "ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewBackward0", "UnsafeViewBackward0", "TBackward0",
+    "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "UnsqueezeBackward0", "PermuteBackward0",
+    "TransposeBackward0",
 })  # fmt: skip
 SCALED = frozenset({"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"})
-LEADING = SAME | ADDED | SCALED | MEANS | SUMS  # what may scale a term, or stand above several
+LEADING = SAME | ADDED | {JOINED} | SCALED | MEANS | SUMS  # what may scale a term, or stand above several
 PARAMETER = "torch::autograd::AccumulateGrad"
 MEAN, SUM = 1, 2  # torch's numbers for these reductions
 MOST = 64  # nodes of a graph that are looked at, and forms of a loss that are kept
@@ -45,6 +48,7 @@ class Term(NamedTuple):
     likelihood: int | None = None  # which node it is, where that is torch's cross-entropy or negative log-likelihood
     of_rows: bool = True  # it sums what is of rows of the batch, and not of parameters alone
     is_weighted: bool = False  # by constants, each entry by its own, which may hold what it is divided by
+    is_read: bool = True  # as a sum; of anything else only the factors are known, and not whether it is a mean
 
     def value(self, numbers: Sequence[float]) -> float:
         """Compute the factor of each entry that is summed."""
@@ -116,7 +120,7 @@ def _walk(root: Any, ends: set[Any], deep: bool = False) -> tuple[Names, list[An
     names: list[str] = []
     for node in nodes:
         name = "" if node in ends else type(node).__name__
-        names.append(name)
+        names.append(f"{name} {getattr(node, '_saved_reduction', '')}" if "Loss" in name or "Entropy" in name else name)
         if name in LEADING or (deep and name and node is not None):
             nodes += [each for each, _ in node.next_functions]
         if len(names) == MOST:
@@ -127,6 +131,15 @@ def _walk(root: Any, ends: set[Any], deep: bool = False) -> tuple[Names, list[An
 def names_below(loss: Tensor, output: Any) -> Names:
     """Return the names of what a loss computes from the output, in the order of a walk through its graph."""
     return () if loss.grad_fn is None else _walk(loss.grad_fn, _ends(output), deep=True)[0]
+
+
+class _At(NamedTuple):
+    """A place on the way down from a loss, and what is known of its part in it."""
+
+    node: Any
+    factors: Factors = ()
+    is_summed: bool = False  # all of its entries are added up
+    is_weighted: bool = False
 
 
 class _Analysis:
@@ -141,64 +154,80 @@ class _Analysis:
 
     def form(self, root: Any) -> Form:
         """Return what losses with this graph consist of."""
-        terms: list[tuple[Any, Term]] = []
-        todo: list[tuple[Any, Factors]] = [(root, ())]
-        is_complete = True
+        found: list[tuple[Any, Term]] = []
+        todo = [_At(root)]
         while todo:
-            node, factors = todo.pop()
-            if id(node) not in self.places:
-                is_complete = False
-                continue
-            name, below = node.name(), [each for each, _ in node.next_functions]
-            scaled = _scaled(name, below)
-            if name in SAME or name in ADDED:
-                todo += [(each, factors) for each in below if each is not None]
-            elif scaled:
-                todo += [(each, (*factors, self._factor(node, look, power))) for each, look, power in scaled]
-            elif name in SUMS or name == PARAMETER or (name in PRODUCTS and prod(node._input_metadata[0].shape) == 1):
-                terms.append((node, self._term(node, name, factors)))
-            elif (entries := _entries(node, name)) is not None:
-                terms.append((node, self._term(node, name, factors, (entries, -1))))
-            else:
-                is_complete = False
-        if len(terms) > 1:
-            terms = [(n, t._replace(of_rows=t.likelihood is not None or _reaches(n, self.ends))) for n, t in terms]
-        is_complete &= not any(term.is_weighted for _, term in terms)
-        return Form(tuple(term for _, term in terms), tuple(self.looks), tuple(self.weights), is_complete)
+            at = todo.pop()
+            below = self._below(at)
+            todo += below or []
+            if below is None:
+                found.append((at.node, self._term(at)))
+        is_complete = all(term.is_read and not term.is_weighted for _, term in found)
+        if len(found) > 1:
+            found = [(n, t._replace(of_rows=t.likelihood is not None or _reaches(n, self.ends))) for n, t in found]
+        # Of what is not read, factors are of use where it is of the output; else they may be any.
+        terms = tuple(t for n, t in found if t.is_read or (t.of_rows and self.ends and _reaches(n, self.ends)))
+        return Form(terms, tuple(self.looks), tuple(self.weights), is_complete)
+
+    def _below(self, at: _At) -> list[_At] | None:
+        """Return where to go on from a place; None where a term ends."""
+        node = at.node
+        # Where the output is not known, nobody knows what of a sum is of the loss, and what of the model.
+        if node in self.ends or id(node) not in self.places or (at.is_summed and not self.ends):
+            return None
+        name, below = node.name(), [each for each, _ in node.next_functions]
+        scaled = _scaled(name, below)
+        if name in SUMS or name in MEANS:
+            # A mean of each row, in a sum over rows, is the row's own affair.
+            counts = name in MEANS and (not at.is_summed or _is_along_rows(node, name))
+            mean = (self._factor(node, _entries_of_mean, -1),) if counts else ()
+            return [at._replace(node=below[0], factors=(*at.factors, *mean), is_summed=True)]
+        is_joined = name == JOINED and at.is_summed and len(node._input_metadata[0].shape) == 1 and len(below) <= FEW
+        if name in SAME or is_joined or (name in ADDED and (not at.is_summed or _is_one(node))):
+            return [at._replace(node=each) for each in below if each is not None]
+        if len(scaled) > 1:  # A parameter counts by what it is multiplied with, whatever that is.
+            scaled = [
+                by for by in scaled if by[0].name() != PARAMETER and (not self.ends or _reaches(by[0], self.ends))
+            ]
+        if at.is_summed and len(scaled) == 1 and _is_many(scaled[0][1](node)):
+            self.weights.append((self.places[id(node)], scaled[0][1]))
+            return [at._replace(node=scaled[0][0], is_weighted=True)]
+        if len(scaled) == 1 or (scaled and not at.is_summed):
+            return [
+                at._replace(node=e, factors=(*at.factors, self._factor(node, by, power))) for e, by, power in scaled
+            ]
+        return None
 
     def _factor(self, node: Any, look: Look, power: int) -> tuple[int, int]:
         self.looks.append((self.places[id(node)], look))
         self.numbers.append(look(node))
         return len(self.looks) - 1, power
 
-    def _term(self, node: Any, name: str, factors: Factors, entries: tuple[Look, int] | None = None) -> Term:
-        inside, is_weighted = self._inside(node, name)
-        factors = (*factors, *inside)
+    def _term(self, at: _At) -> Term:
+        node, factors, is_read, is_weighted, likelihood = at.node, at.factors, at.is_summed, at.is_weighted, None
+        if id(node) in self.places and node not in self.ends:
+            name = node.name()
+            entries = _entries(node, name)
+            is_product = name in PRODUCTS and _is_one(node)
+            is_read, is_weighted = is_read or is_product or name == PARAMETER, is_weighted or is_product
+            if entries is not None:
+                factors, is_read = (*factors, self._factor(node, entries, -1)), True
+                likelihood = self.places[id(node)] if name in NEGATIVE_LOG_LIKELIHOOD else None
         is_weighted &= not any(isinstance(self.numbers[by], Tensor) for by, _ in factors)
-        if entries is not None:
-            factors = (*factors, self._factor(node, *entries))
-        place = self.places[id(node)] if name in NEGATIVE_LOG_LIKELIHOOD else None
-        return Term(factors, place, is_weighted=is_weighted)
+        return Term(factors, likelihood, is_weighted=is_weighted, is_read=is_read)
 
-    def _inside(self, node: Any, name: str) -> tuple[Factors, bool]:
-        """Return what all entries of a sum or mean are scaled by, and whether each also is by a number of its own."""
-        factors: Factors = ()
-        is_weighted = name in PRODUCTS
-        following = node.next_functions[0][0] if self.ends and (name in SUMS or name in MEANS) else None
-        while following is not None and following not in self.ends and id(following) in self.places:
-            name, below = following.name(), [each for each, _ in following.next_functions]
-            scaled = _scaled(name, below)
-            if name not in SAME and len(scaled) != 1:
-                break
-            if scaled:
-                _, look, power = scaled[0]
-                if _is_many(look(following)):
-                    is_weighted = True
-                    self.weights.append((self.places[id(following)], look))
-                else:
-                    factors = (*factors, self._factor(following, look, power))
-            following = scaled[0][0] if scaled else below[0]
-        return factors, is_weighted
+
+def _is_along_rows(node: Any, name: str) -> bool:
+    """Return whether a mean is taken along the first dimension, which has the rows of a batch; of all it always is."""
+    if name == "MeanBackward0":
+        return True
+    signed = (dim - 2**64 if dim >= 2**63 else dim for dim in node._saved_dim)  # which torch shows without its sign
+    return any(dim % len(node._saved_self_sym_sizes) == 0 for dim in signed)
+
+
+def _is_one(node: Any) -> bool:
+    shape: list[int] = node._input_metadata[0].shape
+    return prod(shape) == 1
 
 
 def _scaled(name: str, below: list[Any]) -> list[tuple[Any, Look, int]]:
@@ -211,7 +240,9 @@ def _scaled(name: str, below: list[Any]) -> list[tuple[Any, Look, int]]:
 
 
 def _reaches(node: Any, ends: set[Any]) -> bool:
-    """Return whether one of these nodes is below; of a large graph, whether there are any."""
+    """Return whether it is one of these nodes, or one is below; of a large graph, whether there are any."""
+    if node in ends:
+        return True
     todo, seen = [node], 0
     while todo and ends and seen < MOST:
         for each, _ in todo.pop().next_functions:
@@ -226,12 +257,15 @@ def _reaches(node: Any, ends: set[Any]) -> bool:
 
 
 def _entries(node: Any, name: str) -> Look | None:
-    """Return how to see over how many entries a node takes the mean; None where it takes none."""
-    if name in MEANS:
-        return attrgetter("_saved_self_sym_numel")
+    """Return how to see over how many entries one of torch's losses takes the mean; None of any other node."""
     if getattr(node, "_saved_reduction", None) not in (MEAN, SUM):
         return None
     return _weight_of_all if name in NEGATIVE_LOG_LIKELIHOOD else _entries_of_all
+
+
+def _entries_of_mean(node: Any) -> Number:
+    """Return over how many entries a mean is taken, along some dimensions or all."""
+    return float(node._saved_self_sym_numel / (prod(node._input_metadata[0].shape) or 1))
 
 
 def _weight_of_all(node: Any) -> Number:
@@ -240,8 +274,13 @@ def _weight_of_all(node: Any) -> Number:
 
 def _entries_of_all(node: Any) -> Number:
     """Return over how many entries another of torch's own losses takes the mean."""
+    return float(prod(_shape_below(node))) if node._saved_reduction == MEAN else 1.0
+
+
+def _shape_below(node: Any) -> list[int]:
     edge, place = next(each for each in node.next_functions if each[0] is not None)
-    return float(prod(edge._input_metadata[place].shape)) if node._saved_reduction == MEAN else 1.0
+    shape: list[int] = edge._input_metadata[place].shape
+    return shape
 
 
 def _other(node: Any) -> Number:
@@ -260,6 +299,26 @@ def _plain(saved: Any) -> Number:
     if isinstance(saved, Tensor):
         return saved.detach() if saved.requires_grad else saved
     return float(saved)
+
+
+def sums_rows(reading: Reading, nodes: list[Any], rows: int) -> bool:
+    """Return whether a loss, whose output is not known, adds something up over rows that nothing divides by them."""
+    numbers = [float(by) for by in reading.numbers]
+    is_large = any(abs(term.value(numbers)) * rows > 1 for term in reading.form.terms)
+    return is_large and any(_sizes_summed(node)[:1] == (rows,) for node in nodes if node is not None)
+
+
+def _sizes_summed(node: Any) -> tuple[int, ...]:
+    """Return the sizes of what a node adds up; nothing where it does not, or of a parameter alone."""
+    if node.name() not in SUMS and getattr(node, "_saved_reduction", None) != SUM:
+        return ()
+    below = node
+    for _ in range(FEW):
+        following = [each for each, _ in below.next_functions if each is not None]
+        if len(following) != 1:
+            break
+        below = following[0]
+    return () if below.name() == PARAMETER else tuple(_shape_below(node))
 
 
 def fetch(tensors: list[Tensor]) -> dict[int, float]:

@@ -29,7 +29,7 @@ from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.losses import is_elementwise, torch_reduction
 from penstock.runtime.loss.reading import SUM as SUMMED
-from penstock.runtime.loss.reading import Form, Forms, Number, Reading, Term, read_loss
+from penstock.runtime.loss.reading import Form, Forms, Number, Reading, Term, read_loss, sums_rows
 from penstock.runtime.loss.weights import Counted, Entries, Measure, cross_entropy, find_entries
 
 ITEMS = "num_items_in_batch"
@@ -108,20 +108,25 @@ class Weighing:
         self.loss_fn = loss_fn
         self.options = options
         self.uneven = uneven  # is called with a difference, in the place of an error
-        self._given: Measure | None = None
+        self._counted = None if options.weight is None else Counted(options.weight, tuple(names))
         self._found: dict[Hashable, Measure] = {}  # by what the batch consists of
         self._warned = False
         self.forms: Forms = {}  # of the graphs that the loss has had
-        is_known = False
+        self.follow()
+
+    def follow(self) -> None:
+        """Take the loss as it is now: what torch's own losses are told by their attributes may change between steps."""
+        options, loss_fn, known = self.options, self.loss_fn, None
+        self._given: Measure | None = None
         if options.reduction == "sum" or (options.reduction is None and torch_reduction(loss_fn, {}) == "sum"):
             self._given = SUM
-        elif options.weight is not None:
-            self._given = Counted(options.weight, tuple(names))
+        elif self._counted is not None:
+            self._given = self._counted
         elif options.per_microbatch:
             self._given = ROWS
-        elif (known := cross_entropy(loss_fn)) is not None:
-            self._given, is_known = known, True
-        self.is_checked = not options.per_microbatch and not is_known
+        else:
+            self._given = known = cross_entropy(loss_fn)
+        self.is_checked = not options.per_microbatch and known is None
         # One of torch's own losses that compares each entry with its target.
         self.is_elementwise = options == LossOptions() and is_elementwise(loss_fn)
 
@@ -138,11 +143,12 @@ class Weighing:
 
     def looks_at(self, name: str | int) -> bool:
         """Whether the weight looks at that argument of step(), by its name or position."""
-        return isinstance(self._given, Counted) and self._given.looks_at(name)
+        return self._given is self._counted is not None and self._counted.looks_at(name)
 
     @property
     def when(self) -> str:
         """When replicas know what their batches weigh: "before" a step, "during" it, at the first loss, or "never"."""
+        self.follow()
         return "never" if self._given is SUM else "before" if self._given is not None or self._found else "during"
 
     @property
@@ -208,6 +214,7 @@ class BatchShares(Shares):
 
     def __init__(self, weighing: Weighing, batch: Batch, replicas: OtherReplicas, training: bool) -> None:
         super().__init__(len(batch.args), 1.0)
+        weighing.follow()
         self._weighing, self._batch, self._replicas = weighing, batch, replicas
         self.is_elementwise = weighing.is_elementwise
         self._reads = weighing.reads
@@ -284,7 +291,10 @@ class BatchShares(Shares):
         """Find out what counts from the likelihood in a loss: before a backward, and so waiting for the device."""
         terms = () if reading is None else reading.form.terms
         term = next((each for each in terms if each.likelihood is not None), None)
+        own = self._weighing.loss_fn is None
         if reading is None or term is None or term.likelihood is None:
+            if own and reading is not None:
+                self._check_own(number, reading, nodes)
             self._take(ROWS)
             return
         node = nodes[term.likelihood]
@@ -294,7 +304,23 @@ class BatchShares(Shares):
         elif node._saved_total_weight.item() == 0:  # all is ignored; others will tell what of
             self._empty.add(number)
         else:
-            self._take(find_entries(node, self._batch, number) or ROWS)
+            entries = find_entries(node, self._batch, number)
+            if entries is None and own:
+                self._weighing.cannot_tell(
+                    "the model computes it, a cross-entropy with targets that step() was not passed; they may be rows "
+                    "of a microbatch that it compares with each other"
+                )
+            self._take(entries or ROWS)
+
+    def _check_own(self, number: int, reading: Reading, nodes: list[Any]) -> None:
+        """Raise if the loss that the model computes is a sum over rows, and nobody has said whether they add up."""
+        rows = self._batch.row_counts()[number]
+        if self._weighing.options.reduction is None and rows == int(rows) and sums_rows(reading, nodes, int(rows)):
+            raise ModelError(
+                f"the loss that the model computes is a sum over the {rows:g} rows of microbatch {number}, and nothing "
+                f"divides it by them; pass LossOptions(reduction='sum') if the losses of microbatches add up, or "
+                f"LossOptions(reduction='mean') if each is a mean all the same"
+            )
 
     def _take(self, measure: Measure) -> None:
         if measure is SUM and self._weighing.options.reduction == "mean":
@@ -334,10 +360,13 @@ class BatchShares(Shares):
         first, like = read[place], (shares[place], values[place])
         if all(each.form is first.form and (shares[number], values[number]) == like for number, each in read.items()):
             return shares  # nearly always
-        if all(each.form.terms == first.form.terms for each in read.values()):
-            for term in first.form.terms:
+        if len({each.form.terms for each in read.values()}) == 1 or {
+            len(each.form.terms) for each in read.values()
+        } == {1}:
+            for index, term in enumerate(first.form.terms):
                 slack = max((_slack(first.numbers[by]) for by, _ in term.factors), default=_slack(1.0))
-                self._check_term(term, {number: term.value(each) for number, each in values.items()}, shares, slack)
+                counts = {number: each.form.terms[index].value(values[number]) for number, each in read.items()}
+                self._check_term(term, counts, shares, slack)
         return shares
 
     def _check_term(self, term: Term, values: Mapping[int, float], shares: list[float], slack: float) -> None:
@@ -345,7 +374,7 @@ class BatchShares(Shares):
         counts = {number: value * shares[number] for number, value in values.items()}
         if not all(map(math.isfinite, counts.values())) or _alike(counts, slack):
             return
-        if _alike(values, slack) and (term.is_weighted or not term.of_rows):
+        if _alike(values, slack) and (term.is_weighted or not term.of_rows or not term.is_read):
             return
         rows, entries = self._batch.row_counts(), self._entries
         if term.is_weighted and _alike({number: value * rows[number] for number, value in values.items()}, slack):
@@ -355,14 +384,17 @@ class BatchShares(Shares):
             return  # a mean over all entries of rows that have different lengths in each microbatch
         one, two = sorted((min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)))
         over = [1 / values[number] if values[number] else math.inf for number in (one, two)]
-        weights = self.weights or [1.0] * len(shares)
+        weights, remedy = self.weights or [1.0] * len(shares), REMEDY
+        what = f"are means over {over[0]:g} and {over[1]:g} entries"
+        if over[0] <= 1 and _alike(values, slack):
+            what, remedy = "are sums", f"pass LossOptions(reduction='sum') if they add up, or {REMEDY}"
         what = (
-            f"the losses of microbatches {one} and {two} are means over {over[0]:g} and {over[1]:g} entries, but count "
-            f"as {weights[one]:g} and {weights[two]:g}, by {self.measure}: neither the batch's loss nor its gradients "
-            f"would be those of the whole batch in one piece"
+            f"the losses of microbatches {one} and {two} {what}, but count as {weights[one]:g} and {weights[two]:g}, "
+            f"by {self.measure}: neither the batch's loss nor its gradients would be those of the whole batch in one "
+            f"piece"
         )
         if self._weighing.uneven is None:
-            raise ModelError(f"{what}; {REMEDY}")
+            raise ModelError(f"{what}; {remedy}")
         self._weighing.uneven(what)
 
 

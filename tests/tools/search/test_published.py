@@ -19,7 +19,7 @@ Case = tuple[int, int, Costs]
 
 IDLE = [
     (SMALL, 5, 400, 0.141),
-    (SMALL, 5.34, 1200, 0.135),
+    (SMALL, 5.34, 1200, 0.138),
     (SMALL, 8, 400, 0.064),
     (LARGE, 9, 60, 0.112),  # of two stages per rank, no V has less than .1297
 ]

@@ -298,7 +298,7 @@ def _tuned(
     if entry.layout == "block":  # a rank's stages are as one
         costs, stages_per_rank = _of_blocks(costs, ranks, stages_per_rank), 1
     placement, cap = entry.placed(ranks, stages_per_rank), entry.cap(ranks, stages_per_rank)
-    tuned = tool("penstock.tools.search.tuned", "build with costs=").tuned
+    tuned = tool("penstock.tools.search.search", "build with costs=").tuned
     rows: list[list[Action]] = tuned(list(order), placement, microbatches, costs, cap)
     return rows
 

@@ -4,7 +4,7 @@ request            what is asked for, checked; `found` is what comes back
 rules              priority rules, beside `rhythm` in `schedule/builders/`; `portfolio`: which are tried, and drawn
 placement_search   the search on one placement: builders, rules, and `neighbours` of the best orders
 explore            how placements share a `budget`
-search             all `placements`; `curve`: at one memory cap after the other; `tuned`: for a builder
+search             all `placements`, and a builder's order for costs; `curve`: at one memory cap after the other
 cut_search         the same for `layers` that are still to be cut: `rows` of ranks, and `cutting` for them
 microbatches       a schedule made anew for microbatches that differ
 bounds/            times that no order can beat

@@ -16,12 +16,20 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import accumulate
 
 from penstock.errors import UsageError
+from penstock.schedule.action import Action
+from penstock.schedule.builders.filling import complete
+from penstock.schedule.builders.problem import Problem
+from penstock.schedule.placement import Placement
 from penstock.schedule.schedule import Schedule
+from penstock.schedule.timing.costs import Costs
 from penstock.tools.search.bounds.lower_bound import NoRoom
+from penstock.tools.search.budget import Budget
 from penstock.tools.search.cut_search import search_cut
 from penstock.tools.search.explore import explore
 from penstock.tools.search.found import Found
@@ -29,7 +37,9 @@ from penstock.tools.search.placement_search import PlacementSearch
 from penstock.tools.search.placements import no_room, problems_for
 from penstock.tools.search.request import Request, asked
 
-__all__ = ["search", "search_placements", "search_report"]
+__all__ = ["search", "search_placements", "search_report", "tuned"]
+
+TUNED = 3_000_000  # orders times computes, for a builder: two or three seconds
 
 
 @asked(Request, "Search for the best schedule under costs and a memory cap; never worse than a built family that fits.")
@@ -76,3 +86,30 @@ def search_placements(request: Request, start: Schedule | None = None) -> Found:
     tried, bound = tuple(each.tried for each in searches), min(each.bound for each in searches)
     found = Found(best.schedule(), best.problem.costs, request.objective, best.value, bound, tried, budget.seconds)
     return replace(found, value=found.steady.period) if request.objective == "steady" else found
+
+
+def tuned(
+    rows: Sequence[Sequence[Action]], placement: Placement, microbatches: int, costs: Costs, cap: int
+) -> list[list[Action]]:
+    """Return the best order found from a builder's for costs per stage, for `build(name, ..., costs=)`.
+
+    It is within the family's own memory, of `cap` stages of microbatches per rank, and never longer than the builder's.
+    The effort is a number of orders, so that the same arguments make the same schedule everywhere.
+    """
+    if costs.sizes is not None:
+        raise UsageError("build takes costs of microbatches that are alike; for sizes, see order_microbatches")
+    alike = replace(costs, activation=1.0, held=None, kept=0.0, overlap=None)
+    problem = Problem(placement, microbatches, alike, (math.inf,) * placement.ranks)
+    orders = problem.numbers(rows)
+    # some orders of short batches need more than they promise
+    most = max(cap, *(max(accumulate(problem.takes[x] for x in order)) for order in orders))
+    problem = problem.but(caps=(most,) * placement.ranks)
+    budget = Budget(0.0, max(100, min(600, TUNED // (3 * problem.size))))
+    own = PlacementSearch(problem, "", random.Random(0), budget)
+    own.begin(orders)
+    if not own.large:
+        for _ in own.rules():
+            pass
+        while budget.left > 0 and own.can_beat(own.value):
+            own.step()
+    return [[problem.action(x) for x in order] for order in complete(problem, own.best[0])]

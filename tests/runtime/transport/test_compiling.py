@@ -28,10 +28,10 @@ def receives_late(transport: Any, told: bool) -> Any:
         transport.exchange(None)
         return value
     if told:
-        compiling._compilations._begin(None)
+        compiling.COMPILATIONS.begin()
     time.sleep(2 * transport.timeout)
     if told:
-        compiling._compilations._end(None)
+        compiling.COMPILATIONS.end()
     transport.send(1, 0, torch.ones(1))
     transport.flush()
     transport.exchange(None)  # it does not leave before the other has it
@@ -47,16 +47,15 @@ def test_a_rank_that_compiles_is_not_silent(kind: str, timeout: float) -> None:
 
 
 def test_a_rank_that_is_busy_with_anything_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_compilations", compiling._Compilations())
+    monkeypatch.setattr(compiling.COMPILATIONS, "_ended", float("-inf"))  # that of an earlier test
     error = run("threads", receives_late, timeout=0.2, told=False)[0].error
     assert isinstance(error, PeerFailure)
     assert "silent for 0.2 s" in str(error)
 
 
 def test_a_compilation_that_never_ends_is_no_excuse_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = compiling._Compilations()
-    monkeypatch.setattr(compiling, "_compilations", own)
-    own._begin(None)
-    assert compiling.is_compiling()
+    own = compiling.Compilations()
+    own.begin()
+    assert own.is_under_way()
     monkeypatch.setattr(compiling, "LONGEST_SECONDS", -1.0)
-    assert not compiling.is_compiling()
+    assert not own.is_under_way()

@@ -84,9 +84,7 @@ class Reducer:
         link: AxisLink | None,
         managed: Iterable[nn.Parameter] = (),
     ) -> None:
-        self._modules = modules
-        self._names = names
-        self._link = link
+        self._modules, self._names, self._link = modules, names, link
         self._managed = {id(parameter) for parameter in managed}  # Something else reduces these.
         self._known = {id(each): each for module in modules.values() for each in module.parameters()}
         self._order: tuple[int, ...] = ()
@@ -128,9 +126,7 @@ class Reducer:
         ]
 
     def strangers(self, held: Iterable[nn.Parameter]) -> list[str]:
-        """Return parameters that were not there when the copies of these stages were made equal; by stage and name
-        there.
-        """
+        """Return the names of parameters that were not there when the copies of these stages were made equal."""
         if all(id(parameter) in self._known for parameter in held):
             return []
         return [
@@ -155,12 +151,14 @@ class Reducer:
 
     def start(self, stage: int) -> None:
         """Start REDUCE_GRAD: the stage's gradients leave, and the sums come while other things run."""
-        for bucket in self._buckets[stage]:
-            for parameter in bucket.parameters:
-                if parameter.grad is not None:
-                    self._check(parameter)
-                    self.present |= self._bit[id(parameter)]
+        for parameter in self._reduced_with(stage):
+            if parameter.grad is not None:
+                self._check(parameter, parameter.grad)
+                self.present |= self._bit[id(parameter)]
         self._issue(stage)
+
+    def _reduced_with(self, stage: int) -> Iterator[nn.Parameter]:
+        return (parameter for bucket in self._buckets[stage] for parameter in bucket.parameters)
 
     def _issue(self, stage: int) -> None:
         self._done.add(stage)
@@ -170,9 +168,7 @@ class Reducer:
             bucket.work = dist.all_reduce(bucket.fill(), group=self._link.group, async_op=True)
             self._started.append(bucket)
 
-    def _check(self, parameter: nn.Parameter) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
+    def _check(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided:
             name = self._names.get(id(parameter), "a parameter")
             raise ModelError(
@@ -185,9 +181,8 @@ class Reducer:
     def drain(self, stage: int) -> None:
         """Give the other replicas their all-reduce although the step has failed."""
         if stage not in self._done:
-            for bucket in self._buckets[stage]:
-                for parameter in bucket.parameters:
-                    parameter.grad = None
+            for parameter in self._reduced_with(stage):
+                parameter.grad = None
             self._issue(stage)
 
     def finish(self, discard: bool = False) -> None:

@@ -32,8 +32,7 @@ from penstock.runtime.optim.norms import local_of
 
 CHANGED = "step() after a change of requires_grad"
 SAMPLE = 8  # numbers of a parameter
-# Share of the largest: devices of different kinds round differently, and that adds up over a long run.
-DRIFT = 1e-3
+DRIFT = 1e-3  # Share of the largest: devices of different kinds round differently, and that adds up over a long run.
 
 
 class ReplicaChecks:
@@ -47,10 +46,8 @@ class ReplicaChecks:
         link: AxisLink | None,
         shards: AxisLink | None,
     ) -> None:
-        self._executor = executor
-        self._reducer = reducer
-        self._links = [each for each in (link, shards) if each is not None]
-        self._shards = shards
+        self._executor, self._reducer = executor, reducer
+        self._links, self._shards = [each for each in (link, shards) if each is not None], shards
         self._trained = [parameter.requires_grad for parameter in reducer.held()]
         self._sharded = list(sharded)
         self._copied = reducer.copied()

@@ -9,7 +9,7 @@ ranks is lost) ends the link instead, and everybody leaves with its failure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Self
@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from penstock.errors import ModelError, PeerFailure, UsageError
 from penstock.parallel.axis_link import AxisLink
-from penstock.parallel.data_parallel.gradient_norms import SpreadNorms
+from penstock.parallel.data_parallel.gradient_norms import gather_over, spread_norm
 from penstock.parallel.data_parallel.reduce import Reducer, make_equal, part_of
 from penstock.parallel.data_parallel.replica_checks import ReplicaChecks
 from penstock.parallel.data_parallel.sharded import Sharder
@@ -34,48 +34,42 @@ from penstock.runtime.optim.norms import local_of
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.schedule import Action, Op, Schedule, insert_shards
 
-# Replicas compare what they measure by, and what their batches weigh.
-COMPARISONS = 2
+COMPARISONS = 2  # Replicas compare what they measure by, and what their batches weigh.
 
 
 class Replicas(Replication):
     """This rank's part. `weighing`: when in a step its batch's weight is told, "before", "during" or "never"."""
 
     sets_aside = True
+    is_alone = False
 
     def __init__(
         self,
         executor: Executor,
-        link: AxisLink | None,
+        links: Mapping[str, AxisLink],
         reducer: Reducer,
         sharder: Sharder | None,
-        norms: SpreadNorms,
         weighing: Callable[[], str],
-        shards: AxisLink | None = None,
         loss_parallel: bool = False,
     ) -> None:
-        self._executor = executor
-        self._link = link
-        self._reducer = reducer
-        self._sharder = sharder
-        self._norms = norms
-        self._shards = shards
-        self._loss_parallel = loss_parallel
-        self._checks = ReplicaChecks(executor, reducer, () if sharder is None else sharder.managed, link, shards)
-        self.is_alone = False
-        self._weighing = weighing
+        self._executor, self._links = executor, links
+        self._link, self._shards = links.get("dp"), links.get("tp")
+        self._reducer, self._sharder = reducer, sharder
+        self._weighing, self._loss_parallel = weighing, loss_parallel
+        self._checks = ReplicaChecks(
+            executor, reducer, () if sharder is None else sharder.managed, self._link, self._shards
+        )
         self._weighs = False
         self._total: tuple[list[Tensor], Any] | None = None
-        # Number of comparisons that replicas have before them in this step.
-        self._comparisons = 0
+        self._comparisons = 0  # Number of comparisons that replicas have before them in this step.
         self._failure: PeerFailure | None = None  # Failure of this step.
         self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []
         if sharder is not None:
             sharder.waiting = self._waiting
-        if link is not None:
-            self.replicas, self.index = link.size, link.index
-        self.overlaps = sharder is None and shards is None
-        self.leads = all(each is None or each.index == 0 for each in (link, shards))
+        if self._link is not None:
+            self.replicas, self.index = self._link.size, self._link.index
+        self.overlaps = sharder is None and self._shards is None
+        self.leads = all(each.index == 0 for each in links.values())
 
     # -- during a step
 
@@ -193,7 +187,7 @@ class Replicas(Replication):
             try:
                 self._finish()
             except (ModelError, UsageError) as error:  # All copies raise it alike; the report notifies the other ranks.
-                failure, own = link.named(failure_of(self._executor.rank, error, None)), error
+                failure, own = self._failure_of(error, link), error
             else:
                 if any(each.loss is not None or each.extra for each in answers):
                     ended.report.copies = [replace(each, more=None) for each in answers]
@@ -262,12 +256,11 @@ class Replicas(Replication):
     def _report_failure(self, error: BaseException) -> None:
         """Report that the step has failed here, or that another replica reported so."""
         link, own = self._link, self._executor.transport.broken
-        failure = error if isinstance(error, PeerFailure) else failure_of(self._executor.rank, error, None)
         if self._shards is not None and own is not None:
-            self._shards.abort(failure)
+            self._shards.abort(self._failure_of(error))
         if link is None or link.broken is not None:
             return
-        failure = link.named(failure)
+        failure = self._failure_of(error, link)
         if own is not None:
             link.abort(failure)
             return
@@ -290,19 +283,24 @@ class Replicas(Replication):
             parameter.grad = earlier
         self._earlier = []
 
+    def _failure_of(self, error: BaseException, link: AxisLink | None = None) -> PeerFailure:
+        """Return an error of this rank as others, on that link, are told of it."""
+        failure = error if isinstance(error, PeerFailure) else failure_of(self._executor.rank, error, None)
+        return failure if link is None else link.named(failure)
+
     def _named(self, error: BaseException) -> BaseException:
         """Add to a failure of this replica that it is one."""
         if not isinstance(error, PeerFailure):
             return error
         named = error
-        for link in (self._link, self._shards):
-            named = named if link is None else link.named(named)
+        for link in self._links.values():
+            named = link.named(named)
         named.__cause__ = error.__cause__
         return named
 
     @property
     def broken(self) -> PeerFailure | None:
-        losses = (link.broken for link in (self._link, self._shards) if link is not None)
+        losses = (link.broken for link in self._links.values())
         return next((loss for loss in losses if loss is not None), None)
 
     def _check_links(self) -> None:
@@ -316,8 +314,7 @@ class Replicas(Replication):
         self._check_links()
 
         def describe(error: BaseException) -> PeerFailure:
-            failure = error if isinstance(error, PeerFailure) else failure_of(self._executor.rank, error, None)
-            failure = link.named(failure)
+            failure = self._failure_of(error, link)
             if self._executor.transport.broken is not None:
                 link.abort(failure)
             return failure
@@ -336,9 +333,8 @@ class Replicas(Replication):
         if not isinstance(value, DTensor):
             return value
         with ExitStack() as stack:
-            for link in (self._link, self._shards):
-                if link is not None:
-                    stack.enter_context(link.waiting("the collection of the model"))
+            for link in self._links.values():
+                stack.enter_context(link.waiting("the collection of the model"))
             return value.full_tensor()
 
     def first_has(self, value: Tensor) -> Tensor:
@@ -352,12 +348,11 @@ class Replicas(Replication):
         self._checks.loaded(values)
 
     def norm(self, gradients: Sequence[Tensor], order: float, foreach: bool | None) -> tuple[float, torch.dtype] | None:
-        return self._norms.of(gradients, order, foreach)
+        return spread_norm(self._links, gradients, order, foreach)
 
     def all_gather(self, call: str, value: Any) -> list[Any]:
-        return self._norms.all_gather(call, value)
+        return gather_over(self._links, call, value)
 
     def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        self._norms.close()
+        for link in self._links.values():
+            link.close()

@@ -60,10 +60,7 @@ class UserParallel(Replication):
 
 
 class WrappedStages(UserParallel):
-    """The wrapped stages of one rank: by stage, modules that are wrappers or have some inside.
-
-    `pipeline`: the processes that have the stages of this pipeline.
-    """
+    """The wrapped stages of one rank. `pipeline`: the processes that have the stages of this pipeline."""
 
     is_alone = False
 

@@ -14,12 +14,12 @@ from typing import Any
 LONGEST_SECONDS = 3600.0  # a compilation that takes longer hangs
 
 
-class _Compilations:
-    """Of this process, by all its threads: dynamo tells of the first that begins and of the last that ends."""
+class Compilations:
+    """Those of this process, by all its threads: dynamo tells of the first that begins and of the last that ends."""
 
     def __init__(self) -> None:
+        self.has_begun = False  # whether there has been any, as far as it was listened to
         self._handler: Any = None
-        self.has_begun = False
         self._begun: float | None = None
         self._ended = float("-inf")
 
@@ -29,13 +29,13 @@ class _Compilations:
         handler: Any = getattr(dynamo, "callback_handler", None)
         if handler is not None and handler is not self._handler:
             self._handler = handler
-            handler.register_start_callback(self._begin)
-            handler.register_end_callback(self._end)
+            handler.register_start_callback(self.begin)
+            handler.register_end_callback(self.end)
 
-    def _begin(self, _: Any) -> None:
+    def begin(self, _: Any = None) -> None:
         self.has_begun, self._begun = True, monotonic()
 
-    def _end(self, _: Any) -> None:
+    def end(self, _: Any = None) -> None:
         self._begun, self._ended = None, monotonic()
 
     def last(self) -> float:
@@ -44,26 +44,9 @@ class _Compilations:
         begun = self._begun
         return self._ended if begun is None else min(monotonic(), begun + LONGEST_SECONDS)
 
-
-_compilations = _Compilations()
-
-
-def listen_to_dynamo() -> None:
-    """Note all compilations from here on, if this process has loaded what compiles."""
-    _compilations.listen()
+    def is_under_way(self) -> bool:
+        now = monotonic()
+        return self.last() >= now
 
 
-def has_compiled() -> bool:
-    """Return whether this process has compiled, or does, as far as it was known when (`listen_to_dynamo`)."""
-    return _compilations.has_begun
-
-
-def last_compiled() -> float:
-    """Return when this process last compiled, on the clock of `time.monotonic`."""
-    return _compilations.last()
-
-
-def is_compiling() -> bool:
-    """Return whether it compiles now."""
-    now = monotonic()
-    return _compilations.last() >= now
+COMPILATIONS = Compilations()

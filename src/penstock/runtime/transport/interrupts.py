@@ -37,7 +37,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from enum import Enum
+from enum import StrEnum
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -46,21 +46,8 @@ _HOLDING: set[CodeType] = set()
 _WEAK_FILES = {weakref.__file__, weakref.WeakSet.__init__.__code__.co_filename}
 
 
-class State(Enum):
-    """Where this process is, as far as Ctrl-C goes."""
-
-    OUTSIDE = "outside"
-    CLOSED = "closed"
-    OPEN = "open"
-    WAITING = "waiting"
-    HELD = "held"
-    DUE = "due"
-    LEFT = "left"
-    AGAIN = "again"
-    CUT = "cut"
-    OWED = "owed"
-
-
+# Where this process is, as far as Ctrl-C goes.
+State = StrEnum("State", ["OUTSIDE", "CLOSED", "OPEN", "WAITING", "HELD", "DUE", "LEFT", "AGAIN", "CUT", "OWED"])
 OUTSIDE, CLOSED, OPEN, WAITING, HELD, DUE, LEFT, AGAIN, CUT, OWED = State
 HOLDING = (HELD, DUE, AGAIN)
 TRANSITIONS = {
@@ -78,10 +65,7 @@ TRANSITIONS = {
 
 
 def uninterrupted(function: _Function) -> _Function:
-    """Mark a function that Ctrl-C must not interrupt.
-
-    That is one that moves a message, or that Python calls when something dies.
-    """
+    """Mark a function that Ctrl-C must not interrupt: it moves a message, or Python calls it when something dies."""
     _HOLDING.add(function.__code__)
     return function
 
@@ -105,7 +89,6 @@ class CtrlC:
         self._before: Any = None  # the handler outside of steps
 
     def go(self, event: str) -> None:
-        """Change the state as drawn."""
         self.state = TRANSITIONS[self.state].get(event, self.state)
 
     @contextmanager

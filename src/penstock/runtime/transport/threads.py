@@ -1,16 +1,14 @@
 """All ranks are threads of this process.
 
-Two uses: a feature (a notebook, several GPUs of one host) and the transport of every fast
-test. A channel is a `queue.SimpleQueue`, which is C and costs under a microsecond; tensors
-pass as aliases (see `handover`). Buffering is counted by a second queue that runs backwards and
-carries permits: `capacity` of them at the start and one more for each posted receive, so that
-at capacity 0 a send ends only once its receive is posted. That is the strictest transport
+Two uses: a feature (a notebook, several GPUs of one host) and the transport of every fast test. A channel is a
+`queue.SimpleQueue`, which is C and costs under a microsecond; tensors pass as aliases (see `handover`). Buffering is
+counted by a second queue that runs backwards and carries permits: `capacity` of them at the start and one more for
+each posted receive, so that at capacity 0 a send ends only once its receive is posted. That is the strictest transport
 there is, and the one for which `verify` proves programs.
 
-Ranks of one process can see each other, so failure needs no wire: the group shares a board,
-and `abort` writes the failure there and wakes every waiter at once by an item in each queue.
-On a timeout the board also says who waits for whom, and who is to blame follows from that as it
-does between processes (`failure/blame`).
+Ranks of one process can see each other, so failure needs no wire: the group shares a board, and `abort` writes the
+failure there and wakes every waiter at once by an item in each queue. On a timeout the board also says who waits for
+whom, and who is to blame follows from that as it does between processes (`failure/blame`).
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from copy import copy
+from itertools import chain
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, NamedTuple
@@ -26,14 +25,8 @@ import torch
 
 from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.transport.base import Transport, Where, nowhere
-from penstock.runtime.transport.channel import (
-    Channel,
-    ChannelEnds,
-    Outgoing,
-    QueuedIncoming,
-    check_channels,
-)
-from penstock.runtime.transport.compiling import last_compiled
+from penstock.runtime.transport.channel import Channel, ChannelEnds, Outgoing, QueuedIncoming, check_channels
+from penstock.runtime.transport.compiling import COMPILATIONS
 from penstock.runtime.transport.failure.blame import Excused, State, Waiting, judge
 from penstock.runtime.transport.failure.peer_failures import after_loss, with_report
 from penstock.runtime.transport.handover import Ready, arrive, share
@@ -49,15 +42,6 @@ class ThreadMessage(NamedTuple):
     value: Any
     ready: Ready | None
     failure: PeerFailure | None
-
-
-class WaitingElsewhere(Waiting):
-    """A wait for another rank that is not for a message of it."""
-
-    __slots__ = ()
-
-    def blame(self, rank: int, cause: str) -> PeerFailure:
-        return PeerFailure(self.peer, f"{cause} while rank {rank} waited for it")
 
 
 class ThreadLink:
@@ -118,14 +102,12 @@ class Board:
         with self.lock:
             if self.failure is None:
                 self.failure = failure if failure.report else with_report(failure, self.report())
-            for wires in self.wires.values():
-                for wire in wires:
-                    wire.messages.put(None)
-                    if wire.permits is not None:
-                        wire.permits.put(False)
-            for row in self.mail:
-                for queue in row:
-                    queue.put(None)
+            for wire in chain.from_iterable(self.wires.values()):
+                wire.messages.put(None)
+                if wire.permits is not None:
+                    wire.permits.put(False)
+            for queue in chain.from_iterable(self.mail):
+                queue.put(None)
             return self.failure
 
     def report(self) -> list[str]:
@@ -178,10 +160,8 @@ class ThreadIncoming(QueuedIncoming[ThreadMessage]):
             self._wire.messages, self.channel.source_rank, self.channel, wanted
         )
         if message.microbatch != expected or message.step != self._transport.step:
-            due, came = (
-                f"step {self._transport.step} microbatch {expected}",
-                f"step {message.step} microbatch {message.microbatch}",
-            )
+            due = f"step {self._transport.step} microbatch {expected}"
+            came = f"step {message.step} microbatch {message.microbatch}"
             self._refuse(self._transport.abort, expected, due, came)
         return message
 
@@ -218,10 +198,8 @@ class ThreadTransport(Transport):
     """One rank's end. Made by `group`."""
 
     def __init__(self, board: Board, rank: int, timeout: float, device: torch.device | None) -> None:
-        self.rank = rank
-        self.ranks = board.ranks
-        self.timeout = timeout
-        self.device = device
+        self.rank, self.ranks = rank, board.ranks
+        self.timeout, self.device = timeout, device
         self._board = board
         self._clear()
 
@@ -266,7 +244,7 @@ class ThreadTransport(Transport):
         self.ends.check_idle("open()")
         wires = self._board.open(self.rank, self._turn, checked)
         self._turn += 1
-        self.ends = ChannelEnds.of(
+        self.ends = ChannelEnds(
             checked,
             self.rank,
             lambda number, channel: ThreadIncoming(channel, wires[number], self),
@@ -289,7 +267,7 @@ class ThreadTransport(Transport):
                     break
                 except Empty:
                     found = self._judge(waiting)
-                    waited = monotonic() - max(waiting.since, last_compiled())
+                    waited = monotonic() - max(waiting.since, COMPILATIONS.last())
                     if waited >= self.timeout and isinstance(found, PeerFailure):
                         raise copy(self._board.abort(found)) from None
         finally:
@@ -328,10 +306,10 @@ class ThreadTransport(Transport):
         if peer is None:
             self._board.waiting[self.rank] = None
             return
-        waiting = self._board.waiting[self.rank] = WaitingElsewhere(peer, None, -1, monotonic() - seconds)
+        waiting = self._board.waiting[self.rank] = Waiting(peer, None, -1, monotonic() - seconds, "for it")
         self.check_not_broken()
         found = self._judge(waiting)
-        if min(seconds, monotonic() - last_compiled()) > self.timeout and isinstance(found, PeerFailure):
+        if min(seconds, monotonic() - COMPILATIONS.last()) > self.timeout and isinstance(found, PeerFailure):
             raise copy(self._board.abort(found))
 
     def announce(self, failure: PeerFailure) -> None:
@@ -342,10 +320,7 @@ class ThreadTransport(Transport):
         self._board.abort(failure)
 
     def reset(self) -> None:
-        """Reset the group, also a broken one: threads have no link that could have been lost.
-
-        The board is shared: the first rank to reset clears it, the others join the new generation.
-        """
+        """Reset the group, also a broken one: the first rank clears the board, the others join the new generation."""
         with self._board.lock:
             if self._generation == self._board.generation:
                 self._board.clear()

@@ -177,14 +177,14 @@ class RehearsalTransport(DistributedTransport):
         self._exchanger = SharedReading(self._exchanger, network)
         self._exchanger.sockets = Mail(network, self._transfers)
 
-    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
+    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds:
         def incoming(number: int, channel: Channel) -> RehearsalIncoming:
             return RehearsalIncoming(channel, number, self._backend, self._transfers, self._posted)
 
         def outgoing(number: int, channel: Channel) -> RehearsalOutgoing:
             return RehearsalOutgoing(channel, number, self._transfers, self._stamp)
 
-        return ChannelEnds.of(channels, self.rank, incoming, outgoing)
+        return ChannelEnds(channels, self.rank, incoming, outgoing)
 
     def describe_link(self, source: int, target: int) -> str:
         return "a link on virtual time"

@@ -6,8 +6,7 @@ a write, whose lock the loop thread then polls for. That costs a rank with small
 
 `SCHED_BATCH` keeps a thread from taking a core from others when it wakes. It runs at once where a core is free, as one
 is where a main thread waits for a message; else when somebody gives way, or at the scheduler's next tick. So `give_way`
-belongs at the moments at which a loop thread should have its turn: before a send, so that gloo knows which receives are
-announced, and after it.
+belongs before a send, so that gloo knows which receives are announced, and after it.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-
-__all__ = ["hold_back_loop_threads", "loop_threads"]
 
 NAME = "gloo_tcp_loop"  # what gloo calls them
 

@@ -16,8 +16,7 @@ from penstock.errors import PeerFailure
 from penstock.runtime.transport.forks import keep_in_forks
 
 _made: dict[str, int] = {}  # transports made so far on each process group, for tags and keys of their own
-# Backends for groups that have none for the CPU.
-_gloo: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+_gloo: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()  # for groups that have no backend for the CPU
 
 
 class Member(NamedTuple):
@@ -26,13 +25,11 @@ class Member(NamedTuple):
     rank: int
     ranks: int
     backend: Any  # serves the CPU
-    # By type of device: the backend that serves it, where that is not the CPU's.
-    kinds: Mapping[str, str]
+    kinds: Mapping[str, str]  # By type of device: the backend that serves it, where that is not the CPU's.
     backend_name: str
     store: Any
     store_host: int | None  # the rank whose process has the store, if one has
-    # Counts the transports of the group, for tags and keys of its own.
-    number: int
+    number: int  # Counts the transports of the group, for tags and keys of its own.
     world: Sequence[int]  # By rank in the group: the rank in the world.
 
 

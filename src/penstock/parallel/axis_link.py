@@ -2,10 +2,8 @@
 
 torch's collectives move the tensors. What they lack is an answer when a member fails: who waits in one, waits. So an
 `AxisLink` keeps, on the same process group, the watch that pipelines have: a rank that is lost is named by all others,
-and a rank that must leave makes those that wait for it leave too, by the group's verdict.
-
-On the dp axis the numbers of the group are replicas, and all members have the same rank in their pipelines: failures
-are told in these words.
+and one that must leave makes those that wait for it leave too. On the dp axis the numbers of the group are replicas,
+and all members have the same rank in their pipelines: failures are told in these words.
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
 """Plain data parallelism: the gradients of all replicas, added once per step.
 
-A stage's gradients are complete after its last backward, which the program knows (`REDUCE_GRAD`). There they are
-copied into flat buckets, and a bucket's all-reduce is started and left to run while the rest of the program goes on;
-the end of the step waits for all of them. The seeds of the backward have already weighed each replica's batch
-against all, so gradients are added and never scaled.
+A stage's gradients are complete after its last backward, which the program knows (`REDUCE_GRAD`). There they are copied
+into flat buckets, and a bucket's all-reduce is started and left to run while the rest of the program goes on; the end
+of the step waits for all of them. The seeds of the backward have already weighed each replica's batch against all, so
+gradients are added and never scaled.
 
-What goes wrong elsewhere, and how it cannot here:
-
-- Replicas differ in which parameters got a gradient. The layout of a bucket is the parameters that are trained,
-  whether they have a gradient or not; which of them had one anywhere is told at the end of the step, and a parameter
-  that had none keeps none.
-- A parameter of two stages would be reduced twice. It goes with the stage whose turn comes last.
-- A parameter that was put into a stage later has values of its own on each replica. It is refused.
-- Gradients of an earlier step, reduced already, would be added once more by each replica. They are set aside.
+Replicas may differ in which parameters got a gradient: a bucket has all that are trained, and at the end of the step it
+is told which had one anywhere; the others keep none. A parameter of two stages goes with the one whose turn comes last.
+One that was put into a stage later has values of its own on each replica, and is refused. Gradients of an earlier step,
+reduced already, would be added once more by each replica, and are set aside.
 """
 
 from __future__ import annotations

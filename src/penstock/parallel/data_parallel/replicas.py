@@ -1,10 +1,10 @@
 """One step of a pipeline that has replicas: what is added, what is told, and how all of them fail together.
 
-All replicas run the same program, each on its own batch. They meet at the sharding actions of the program and at the
-end of the step, where each says what came of it. A replica whose step fails walks the rest of its program without
-computing, but takes part in every collective on the way: so the others' collectives end, all replicas learn of the
-failure at the end of the step, and the next step starts clean. A replica that cannot even do that (one of its
-ranks is lost) ends the link instead, and everybody leaves with its failure.
+All replicas run the same program, each on its own batch, and meet at its sharding actions and at the end of the step.
+A replica whose step fails walks the rest of its program without computing, but takes part in every collective on the
+way: so the others' collectives end, all replicas learn of the failure at the end of the step, and the next step starts
+clean. A replica that cannot even do that (one of its ranks is lost) ends the link instead, and everybody leaves with
+its failure.
 """
 
 from __future__ import annotations
@@ -112,10 +112,8 @@ class Replicas(Replication):
         if link is None:
             return lambda: weight
         parts = [torch.zeros(1, dtype=torch.float64, device="cpu") for _ in range(link.size)]
-        work = dist.all_gather(
-            parts, torch.tensor([weight], dtype=torch.float64, device="cpu"), group=link.group, async_op=True
-        )
-        self._total = (parts, work)
+        mine = torch.full_like(parts[0], weight)
+        self._total = parts, dist.all_gather(parts, mine, group=link.group, async_op=True)
         return self._summed
 
     def _summed(self) -> float:
@@ -206,11 +204,9 @@ class Replicas(Replication):
         """Set aside what earlier steps added: it has been reduced."""
         self._count, self._training = program.microbatches, training
         self._computing = ExitStack()  # what holds while this replica computes
-        self._total = None
-        self._met = False
+        self._total, self._failure, self._met = None, None, False
         self._weighs = self._link is not None and self._weighing() == "before"
         self._comparisons = COMPARISONS if self._weighing() == "during" else 0
-        self._failure = None
         if self._sharder is not None:
             self._sharder.begin()
         self._earlier = []
@@ -240,14 +236,11 @@ class Replicas(Replication):
         self._checks.same([each.more[2] for each in self.replica_reports])
         self._reducer.finish()
         self._checks.after()
-        here, sharded = 0, 0
+        had = 0
         for each in self.replica_reports:
-            here |= each.more[0]
-            sharded |= each.more[1]
-        count = len(self._reducer.parameters)
+            had |= each.more[0] | each.more[1] << len(self._reducer.parameters)
         for place, (parameter, earlier) in enumerate(self._earlier):
-            had = here >> place & 1 if place < count else sharded >> (place - count) & 1
-            if not had:
+            if not had >> place & 1:
                 parameter.grad = earlier
             elif earlier is not None and parameter.grad is not None:
                 local_of(parameter.grad).add_(local_of(earlier))

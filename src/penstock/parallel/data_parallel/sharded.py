@@ -1,12 +1,10 @@
 """Sharded data parallelism: torch's FSDP2, driven by the program and by nothing else.
 
-`fully_shard` brings the sharded parameters, the all-gather, the reduce-scatter and the mixed precision. It also
-brings hooks that decide for themselves when to gather, to free and to reduce: before every forward, after every
-backward of every microbatch. In a pipeline these moments are planned (`UNSHARD`, `RESHARD`, `REDUCE_GRAD`) and
-proved, so the hooks are taken off, and each action calls the one thing that it means. Parameters are whole from their
-UNSHARD to their RESHARD; gradients add up over microbatches in the whole parameters, and are reduced once.
-
-This file and `wrapped_stages` are the only ones that know how FSDP2 looks inside.
+`fully_shard` brings the sharded parameters, the all-gather, the reduce-scatter and the mixed precision, and hooks that
+decide for themselves when to gather, to free and to reduce: before every forward, after every backward of every
+microbatch. In a pipeline these moments are planned (`UNSHARD`, `RESHARD`, `REDUCE_GRAD`) and proved, so the hooks are
+taken off, and each action calls the one thing that it means. Gradients add up over microbatches in the whole
+parameters, and are reduced once. This file and `wrapped_stages` are the only ones that know how FSDP2 looks inside.
 
 Two things stay whole, and are reduced as in plain data parallelism: parameters that several stages share, because a
 group of FSDP's belongs to one stage, and scalars, which FSDP2 does not take.

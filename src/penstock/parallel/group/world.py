@@ -146,10 +146,9 @@ class World:
     def _connect(self, device: torch.device | None) -> Transport:
         assert self.size is not None
         name = self.requested_transport or next(iter(ON_PROCESSES))
-        options: dict[str, Any] = {"coordinator": 0, "device": device}  # no rank can begin a step without rank 0
-        if self.requested_transport == "shared":
-            options["strict"] = True  # shared memory was asked for by name: nothing else will do
-        self.transport = ON_PROCESSES[name](self.group, self.timeout, **options)
+        # Where shared memory was asked for by name, nothing else will do.
+        options: dict[str, Any] = {"strict": True} if self.requested_transport == "shared" else {}
+        self.transport = ON_PROCESSES[name](self.group, self.timeout, device=device, **options)
         return self.transport
 
     @contextmanager

@@ -43,8 +43,8 @@ from penstock.runtime.state.randomness import (
 )
 from penstock.runtime.state.transaction import Transaction
 from penstock.runtime.transport import Transport
-from penstock.runtime.transport.compiling import COMPILATIONS
 from penstock.runtime.transport.failure.peer_failures import stopped_by_force
+from penstock.runtime.transport.failure.silence import COMPILATIONS
 from penstock.runtime.transport.interrupts import CTRL_C, CUT
 from penstock.schedule import Placement, Schedule
 

@@ -1,13 +1,12 @@
 """Time, and everything that waits for it: the machine's own, unless somebody passes in another.
 
 Whoever finds out that a rank is silent asks a clock, sleeps, wakes others and runs beside the rank's own work. All of
-that comes from one object, so that the same code runs on threads and real time, and in a rehearsal
-(`penstock.rehearsal`) on virtual time, where thousands of ranks take turns in one thread.
+that comes from one object, so that the same code runs on threads and real time, and in a rehearsal on virtual time,
+where thousands of ranks take turns in one thread.
 
-Threads here are daemons, because one that is stuck (a store that does not answer, a model that never returns) must not
-keep the process alive. But Python ends a daemon that comes back from C++ while the interpreter shuts down, and that
-aborts the process ("terminate called without an active exception"). So a program that ends waits for those that have
-been told to stop, for at most `EXIT_SECONDS`.
+Threads here are daemons, because one that is stuck (in a store that does not answer, say) must not keep the process
+alive. But a daemon that comes back from C++ while the interpreter shuts down aborts the process ("terminate called
+without an active exception"). So a program that ends waits for those that have been told to stop.
 """
 
 from __future__ import annotations

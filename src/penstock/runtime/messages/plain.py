@@ -1,12 +1,10 @@
 """Plain values as JSON: what ranks tell each other, and what checkpoints hold beside tensors.
 
-Each kind that JSON lacks is written as an object with one key that begins with `$`, so what is read is exactly what
-was written, tuples and infinities included, and reading is nothing but a walk over text: it runs no code, whoever wrote
-it. Whatever is not in the table below is refused when it is written, by its place and type: an object that only a
-pickle could bring back would also bring its code.
-
-Beside the kinds of Python and torch there are small types of Penstock's own, each registered with the types of its
-fields. Nothing else can be made by reading, and a field of another type is an error.
+Each kind that JSON lacks is written as an object with one key that begins with `$`, so what is read is exactly what was
+written, tuples and infinities included, and reading is nothing but a walk over text: it runs no code, whoever wrote it.
+What is not in the table below is refused when it is written, by its place and type: an object that only a pickle could
+bring back would also bring its code. Beside the kinds of Python and torch there are small types of Penstock's own, each
+registered with the types of its fields; a field of another type is an error.
 """
 
 from __future__ import annotations

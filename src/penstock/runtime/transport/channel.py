@@ -2,12 +2,11 @@
 
 A channel is a directed edge between two stages for one direction of traffic. The k-th message that is sent on it
 belongs to the k-th receive that is posted on it, and every message says which step and microbatch it is for, so a
-mistaken order is an error (`MessageError`) and never a swapped tensor. Different channels never mix and never hold each
-other up.
+mistaken order is an error (`MessageError`) and never a swapped tensor. Different channels never hold each other up.
 
 An `Incoming` end knows which receives are posted, an `Outgoing` one what waits to be sent. How bytes move is up to the
-classes below them: one pair per way that there is (threads, gloo, shared memory). The executor calls `post` and `send`
-of the ends themselves, and the mailbox `receive`.
+classes below them: one pair per way that there is. The executor calls `post` and `send` of the ends themselves, and the
+mailbox `receive`.
 """
 
 from __future__ import annotations

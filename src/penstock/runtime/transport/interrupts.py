@@ -1,13 +1,11 @@
 """Ctrl-C where the other ranks can be told of it, and never in the middle of a message.
 
 Python raises KeyboardInterrupt between any two instructions: also after a packet was read and before it was filed, or
-while a step is being prepared, of which the others would never hear that this rank has left it. So in a call that all
-ranks make, Ctrl-C is raised only while the program of a step runs, where a failure travels in the place of messages,
-and there not within a send, a post or a receive (functions marked `uninterrupted`, for which the handler looks in the
-stack), nor in a finaliser, where Python would drop it. What comes elsewhere is held until the next program runs: before
-the first action of this step or, where the step is complete and one of a loop, of the next one (`owed`).
-
-The state of this is one value:
+while a step is being prepared, which the others would never hear. So in a call that all ranks make, Ctrl-C is raised
+only while the program of a step runs, where a failure travels in the place of messages, and there not within a send, a
+post or a receive (functions marked `uninterrupted`, for which the handler looks in the stack), nor in a finaliser,
+where Python would drop it. What comes elsewhere is held until the next program runs: before the first action of this
+step or, where the step is complete and one of a loop, of the next one (`owed`). The state of this is one value:
 
     outside --begin--> closed --open--> open --close--> closed --end--> outside
     closed --press--> held --open--> due --raise--> left --end--> outside

@@ -26,9 +26,9 @@ import torch
 from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.transport.base import Transport, Where, nowhere
 from penstock.runtime.transport.channel import Channel, ChannelEnds, Outgoing, QueuedIncoming, check_channels
-from penstock.runtime.transport.compiling import COMPILATIONS
 from penstock.runtime.transport.failure.blame import Excused, State, Waiting, judge
 from penstock.runtime.transport.failure.peer_failures import after_loss, with_report
+from penstock.runtime.transport.failure.silence import COMPILATIONS
 from penstock.runtime.transport.handover import Ready, arrive, share
 from penstock.runtime.transport.interrupts import uninterrupted
 
@@ -44,26 +44,27 @@ class ThreadMessage(NamedTuple):
     failure: PeerFailure | None
 
 
-class ThreadLink:
-    """What the two ends of a channel share: messages forwards, permits backwards."""
+class ThreadLink(NamedTuple):
+    """What the two ends of a channel share: messages forwards, permits backwards, where there is a capacity."""
 
-    __slots__ = ("messages", "permits")
+    messages: SimpleQueue[ThreadMessage | None]  # None wakes the waiter: see the board
+    permits: SimpleQueue[bool] | None
 
-    def __init__(self, capacity: int | None) -> None:
-        self.messages: SimpleQueue[ThreadMessage | None] = SimpleQueue()  # None wakes the waiter: see the board
-        self.permits: SimpleQueue[bool] | None = None
+    @classmethod
+    def of(cls, capacity: int | None) -> ThreadLink:
+        permits: SimpleQueue[bool] | None = None
         if capacity is not None:
-            self.permits = SimpleQueue()
+            permits = SimpleQueue()
             for _ in range(capacity):
-                self.permits.put(True)
+                permits.put(True)
+        return cls(SimpleQueue(), permits)
 
 
 class Board:
     """What the ranks of one group share."""
 
     def __init__(self, ranks: int, capacity: int | None) -> None:
-        self.ranks = ranks
-        self.capacity = capacity
+        self.ranks, self.capacity = ranks, capacity
         self.lock = threading.Lock()
         self.generation = 0
         self.news: list[PeerFailure] = []
@@ -80,9 +81,7 @@ class Board:
         self.opened: dict[int, tuple[tuple[Channel, ...], set[int]]] = {}
         self.wires: dict[tuple[Channel, ...], list[ThreadLink]] = {}
         self.waiting: list[Waiting | None] = [None] * self.ranks
-        self.mail: list[list[SimpleQueue[Any]]] = [
-            [SimpleQueue() for _ in range(self.ranks)] for _ in range(self.ranks)
-        ]
+        self.mail: list[list[SimpleQueue[Any]]] = [[SimpleQueue() for _ in self.waiting] for _ in self.waiting]
 
     def open(self, rank: int, turn: int, channels: tuple[Channel, ...]) -> list[ThreadLink]:
         """Return the wires of this program; the `turn`-th open of every rank must name the same channels."""
@@ -94,14 +93,15 @@ class Board:
             if not others:
                 del self.opened[turn]
             if channels not in self.wires:
-                self.wires[channels] = [ThreadLink(self.capacity) for _ in channels]
+                self.wires[channels] = [ThreadLink.of(self.capacity) for _ in channels]
             return self.wires[channels]
 
     def abort(self, failure: PeerFailure) -> PeerFailure:
         """Wake every waiter with the first failure, which stays."""
         with self.lock:
             if self.failure is None:
-                self.failure = failure if failure.report else with_report(failure, self.report())
+                doing = [state.doing for state in self.states().values()]
+                self.failure = failure if failure.report else with_report(failure, doing)
             for wire in chain.from_iterable(self.wires.values()):
                 wire.messages.put(None)
                 if wire.permits is not None:
@@ -110,19 +110,13 @@ class Board:
                 queue.put(None)
             return self.failure
 
-    def report(self) -> list[str]:
-        """Describe what each rank is doing now."""
-        waits = ["" if waiting is None else f", waiting for rank {waiting.peer}" for waiting in self.waiting]
-        return [doing() + wait for doing, wait in zip(self.doing, waits, strict=True)]
-
     def states(self) -> dict[int, State]:
         """Return what each rank is doing now, and for how long it has been seen doing that."""
         now, found = monotonic(), {}
         for rank, waiting in enumerate(self.waiting):
-            doing = self.doing[rank]()
-            current = doing, None if waiting is None else waiting.peer
-            if current != self.seen[rank][0]:
-                self.seen[rank] = current, now
+            doing = self.doing[rank]() + ("" if waiting is None else f", waiting for rank {waiting.peer}")
+            if doing != self.seen[rank][0]:
+                self.seen[rank] = doing, now
             unchanged = now - self.seen[rank][1]
             found[rank] = State(waiting, doing, self.where[rank](), seconds_unchanged=unchanged)
         return found
@@ -133,8 +127,7 @@ class ThreadIncoming(QueuedIncoming[ThreadMessage]):
 
     def __init__(self, channel: Channel, wire: ThreadLink, transport: ThreadTransport) -> None:
         super().__init__(channel)
-        self._wire = wire
-        self._transport = transport
+        self._wire, self._transport = wire, transport
 
     @uninterrupted
     def post(self, microbatch: int) -> None:
@@ -156,9 +149,8 @@ class ThreadIncoming(QueuedIncoming[ThreadMessage]):
         return self._take(microbatch).failure
 
     def _next(self, expected: int, ordinal: int, wanted: int) -> ThreadMessage:
-        message: ThreadMessage = self._transport.wait_for(
-            self._wire.messages, self.channel.source_rank, self.channel, wanted
-        )
+        queue, peer = self._wire.messages, self.channel.source_rank
+        message: ThreadMessage = self._transport.wait_for(queue, peer, self.channel, wanted)
         if message.microbatch != expected or message.step != self._transport.step:
             due = f"step {self._transport.step} microbatch {expected}"
             came = f"step {message.step} microbatch {message.microbatch}"
@@ -171,8 +163,7 @@ class ThreadOutgoing(Outgoing):
 
     def __init__(self, channel: Channel, wire: ThreadLink, transport: ThreadTransport) -> None:
         super().__init__(channel)
-        self._wire = wire
-        self._transport = transport
+        self._wire, self._transport = wire, transport
 
     @uninterrupted
     def send(self, microbatch: int) -> None:

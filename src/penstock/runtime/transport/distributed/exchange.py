@@ -1,16 +1,14 @@
 """The exchange that ends a step: each rank's value to every rank, through one coordinator.
 
 A star of point-to-point messages and not a collective: whoever waits here waits for one named rank, so a dead one is
-seen at once and by name, and a collective that a rank never enters is not left half done. Between ranks of one host it
-goes by their socket, where a wake-up costs a tenth of gloo's, once they have one, which both know. Each rank
-also says how many messages it sent and took on each channel; where these differ, the ranks ran different programs, and
-all are told before that could pair messages of different steps.
+seen at once and by name, and nothing is left half done. Between ranks of one host it goes by their socket, where a
+wake-up costs a tenth of gloo's. Each rank also says how many messages it sent and took on each channel; where these
+differ, the ranks ran different programs, and all are told before that could pair messages of different steps.
 
 A rank may post its value and collect the answers later (`post`, `collect`), with messages of a further step in between.
-The coordinator answers when it collects, so it should be the rank that the others wait for anyway: that of the first
-stage, without which no other rank can begin a step. That rank is mostly the last to end one, and then it may know at
-once what all have said, and answers at once (`known`). Ctrl-C may end a wait there, with nothing lost: `collect` is
-then called again.
+The coordinator answers when it collects, so it is the rank that the others wait for anyway: rank 0, without which no
+other can begin a step. It is mostly the last to end one, and then it may know at once what all have said, and answers
+at once (`known`). Ctrl-C may end a wait there, with nothing lost: `collect` is then called again.
 """
 
 from __future__ import annotations
@@ -24,12 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.errors import MessageError, UsageError
+from penstock.errors import MessageError
 from penstock.runtime.messages import plain
 from penstock.runtime.transport.channel import ChannelEnds
 from penstock.runtime.transport.distributed.transfers import BackendTransfers
 from penstock.runtime.transport.interrupts import uninterrupted
 
+COORDINATOR = 0
 FRAME_BYTES = 16 * 1024  # the entries of some dozens of ranks: what fits is taken without the receiver's help
 _HEAD = struct.Struct("<IIQQ")  # magic, spare, number of the exchange, bytes of the body
 _MAGIC = 0x53544152
@@ -77,11 +76,9 @@ class Exchange:
 
     sockets: Any = ()  # To ranks on this host, see `Connections`.
 
-    def __init__(self, rank: int, ranks: int, coordinator: int, tag: int, transfers: BackendTransfers) -> None:
-        if not 0 <= coordinator < ranks:
-            raise UsageError(f"coordinator={coordinator}; there are ranks 0 to {ranks - 1}")
-        self.rank, self.ranks, self.coordinator = rank, ranks, coordinator
-        self._peers = [coordinator] if rank != coordinator else [each for each in range(ranks) if each != rank]
+    def __init__(self, rank: int, ranks: int, tag: int, transfers: BackendTransfers) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._peers = [COORDINATOR] if rank != COORDINATOR else [each for each in range(ranks) if each != rank]
         self._tag, self._long_tag = tag, tag + 2  # the number between them is for cutting connections
         self._transfers = transfers
         self._connections = {peer: transfers.connection(peer) for peer in self._peers}
@@ -107,8 +104,7 @@ class Exchange:
         entry = ExchangeEntry(current.channels_checksum, counts, call, plain.dumps(value))
         self.prepare()
         receives, self._prepared = self._prepared, {}
-        centre = self.coordinator
-        sends = [] if self.rank == centre else self._put(centre, step, plain.dumps(tuple(entry)))
+        sends = [] if self.rank == COORDINATOR else self._put(COORDINATOR, step, plain.dumps(tuple(entry)))
         self.under_way += sends
         return Posted(step, used, value, entry, receives, {self.rank: entry}, sends)
 
@@ -117,7 +113,7 @@ class Exchange:
 
         Waits for nobody. Of a receive that gloo has, nobody can tell whether it is done without waiting for it.
         """
-        if self.rank != self.coordinator:
+        if self.rank != COORDINATOR:
             return None
         for rank, (frame, work) in posted.receives.items():
             if rank not in posted.heard:
@@ -132,14 +128,14 @@ class Exchange:
         """Return what every rank has said; `summary` is that of the coordinator, where it is made already."""
         if posted.found is not None:
             return posted.found
-        if self.rank == self.coordinator:
+        if self.rank == COORDINATOR:
             for rank, (frame, work) in posted.receives.items():
                 if rank not in posted.heard:
                     self._hear(posted, rank, frame, work)
             fault, calls, values = summary or self._sum_up(posted)
             self._answer(posted, plain.dumps((fault, calls, values)))
         else:
-            fault, calls, values = self._read(self.coordinator, self._take_answer(posted))
+            fault, calls, values = self._read(COORDINATOR, self._take_answer(posted))
         found = [posted.value if rank == self.rank else self._read(rank, values[rank]) for rank in range(self.ranks)]
         posted.found = Exchanged(calls, found, fault)
         self.under_way[:] = self._prepared.values()
@@ -147,9 +143,8 @@ class Exchange:
 
     @uninterrupted
     def _take_answer(self, posted: Posted) -> bytes:
-        centre = self.coordinator
-        answer = self._get(centre, posted.step, *posted.receives[centre])
-        self._wait(centre, posted.sends)
+        answer = self._get(COORDINATOR, posted.step, *posted.receives[COORDINATOR])
+        self._wait(COORDINATOR, posted.sends)
         return answer
 
     def _sum_up(self, posted: Posted) -> Summary:

@@ -84,14 +84,12 @@ class DistributedIncoming(Incoming):
         Gloo tells the sender of each receive. A send that finds it announced leaves at once; any other waits for one
         way there and back. Announcements in a row wake the thread on the other side once.
         """
-        expected = self._expected
         for ordinal in range(self.count + len(self._ahead), min(self._coming, self.count + AHEAD)):
-            layout = expected.layouts.get(ordinal)
+            layout = self._expected.layouts.get(ordinal)
             if layout is not None and (layout.directs or layout.frame_bytes > AHEAD_BYTES):
                 return
             frame = _frame_for(layout)
-            work = self._transfers.receive(frame, self._connection, expected.tag, self.channel, microbatch)
-            self._ahead.append((layout, frame, work))
+            self._ahead.append((layout, frame, self._start(frame, microbatch)))
 
     @uninterrupted
     def post(self, microbatch: int) -> None:
@@ -127,16 +125,20 @@ class DistributedIncoming(Incoming):
 
     def _receive(self, microbatch: int, layout: Layout | None) -> tuple[list[Transfer], Tensor, Any, Any]:
         """Start the receives of one message: large tensors, frame, what comes before the last, and what comes last."""
-        transfers, connection, channel, tag = self._transfers, self._connection, self.channel, self._expected.tag
-        directs: list[Transfer] = []
-        for region in layout.directs if layout is not None else ():
-            memory = region.make_carrier()
-            directs.append(Transfer(memory, transfers.receive(memory, connection, tag, channel, microbatch)))
+        carriers = [region.make_carrier() for region in (() if layout is None else layout.directs)]
+        directs = [Transfer(memory, self._start(memory, microbatch)) for memory in carriers]
         frame = _frame_for(layout)
-        before, work = None, transfers.receive(frame, connection, tag, channel, microbatch)
+        before, work = None, self._start(frame, microbatch)
         if frame.numel() > WHOLE_BYTES:
-            before, work = work, transfers.receive(_END, connection, tag, channel, microbatch)
+            before, work = work, self._start(_END, microbatch)
         return directs, frame, before, work
+
+    def _start(self, memory: Tensor, microbatch: int, tag: int | None = None) -> Any:
+        tag = self._expected.tag if tag is None else tag
+        return self._transfers.receive(memory, self._connection, tag, self.channel, microbatch)
+
+    def _wait(self, work: Any, microbatch: int) -> None:
+        self._transfers.wait(work, self.channel.source_rank, self.channel, microbatch)
 
     @uninterrupted
     def receive(self, microbatch: int) -> Any:
@@ -193,15 +195,14 @@ class DistributedIncoming(Incoming):
         return arrived[microbatch]
 
     def _take(self, microbatch: int) -> Pending:
-        pending, channel, peer = self.posted[microbatch], self.channel, self.channel.source_rank
+        pending = self.posted[microbatch]
         # What comes last is waited for first (see `WHOLE_BYTES`): the thread then sleeps and wakes once. (And each work
         # only once: gloo would wait for a second arrival.)
-        self._transfers.wait(pending.work, peer, channel, microbatch)
+        self._wait(pending.work, microbatch)
         if pending.before is not None:
-            self._transfers.wait(pending.before, peer, channel, microbatch)
-        if pending.directs:
-            for transfer in reversed(pending.directs):
-                self._transfers.wait(transfer.work, peer, channel, microbatch)
+            self._wait(pending.before, microbatch)
+        for transfer in reversed(pending.directs):
+            self._wait(transfer.work, microbatch)
         raw = ctypes.string_at(pending.frame.data_ptr(), HEADER_BYTES)  # torch's own ways cost four times as much
         layout = pending.layout
         if raw != pending.due or layout is None:
@@ -212,8 +213,8 @@ class DistributedIncoming(Incoming):
                 self._refuse(self._transfers.abort, due.microbatch, expected, fault)
             if header.kind == messages.FAILURE:
                 body = self._follow(microbatch, header)
-                failure = failure_from(ctypes.string_at(body.data_ptr(), header.follows), peer)
-                return pending._replace(failure=failure)
+                text = ctypes.string_at(body.data_ptr(), header.follows)
+                return pending._replace(failure=failure_from(text, self.channel.source_rank))
             if header.kind == messages.CHANGED:
                 layout, body = self._take_changed(microbatch, header)
                 pending = pending._replace(layout=layout.all_packed(), frame=body, directs=(), is_built=False)
@@ -225,8 +226,10 @@ class DistributedIncoming(Incoming):
             return pending
         link = self._connection.link
         if link is None:
-            raise MessageError(f"{channel}: a message announces tensors on a device's link, of which there is none")
-        return pending._replace(payload=link.announce(layout, channel, microbatch))
+            raise MessageError(
+                f"{self.channel}: a message announces tensors on a device's link, of which there is none"
+            )
+        return pending._replace(payload=link.announce(layout, self.channel, microbatch))
 
     def _take_changed(self, microbatch: int, header: Header) -> tuple[Layout, Tensor]:
         """Return the layout that a message introduces, and all that it has but what is on a device's link."""
@@ -245,16 +248,14 @@ class DistributedIncoming(Incoming):
 
     def _follow(self, microbatch: int, header: Header) -> Tensor:
         """Receive the message that a header announced."""
-        transfers, connection, channel = self._transfers, self._connection, self.channel
-        peer = channel.source_rank
         tag = self._expected.following_tag(header.ordinal)
         body = torch.empty(header.follows, dtype=torch.uint8, device="cpu")
-        work = transfers.receive(body, connection, tag, channel, microbatch)
+        work = self._start(body, microbatch, tag)
         if header.follows > WHOLE_BYTES:
-            transfers.wait(transfers.receive(_END, connection, tag, channel, microbatch), peer, channel, microbatch)
-        transfers.wait(work, peer, channel, microbatch)
+            self._wait(self._start(_END, microbatch, tag), microbatch)
+        self._wait(work, microbatch)
         # The receipt: the sender posted its receive before it sent the body, so this wait is for nobody.
-        transfers.wait(transfers.send(_RECEIPT, connection, tag, channel, microbatch), peer, channel, microbatch)
+        self._wait(self._transfers.send(_RECEIPT, self._connection, tag, self.channel, microbatch), microbatch)
         return body
 
     def end_step(self) -> None:

@@ -24,8 +24,7 @@ from torch._C._distributed_c10d import PrefixStore
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.distributed.device_link import DeviceLink, make_backend
-from penstock.runtime.transport.distributed.loop_threads import hold_back_loop_threads
-from penstock.runtime.transport.distributed.member import Member
+from penstock.runtime.transport.distributed.member import Member, hold_back_loop_threads
 from penstock.runtime.transport.distributed.transfers import (
     SLACK_SECONDS,
     BackendTransfers,

@@ -42,12 +42,11 @@ class UnderWay(NamedTuple):
 
 
 class Following(NamedTuple):
-    """A message that goes with a frame, sent but perhaps not taken yet, its end, and the byte that says that it is."""
+    """A message that goes with a frame, sent but perhaps not taken yet, and the byte that says that it is."""
 
-    body: Transfer
-    end: Transfer | None
-    receipt: Transfer
     microbatch: int
+    receipt: Transfer
+    body: list[Transfer]  # and its end, if it has one
 
 
 class DistributedOutgoing(Outgoing):
@@ -103,32 +102,28 @@ class DistributedOutgoing(Outgoing):
 
     def _send_frame(self, microbatch: int, layout: Layout, leaves: Sequence[Any]) -> None:
         """Send a message that needs no more words than its frame has."""
-        expected, connection, channel, transfers = self._expected, self._connection, self.channel, self._transfers
         # This comes before anything is announced.
         payload = layout.pack_on_device(leaves) if layout.device_bytes else None
         frame = layout.take_frame()
         directs = layout.pack(leaves, frame)
         frame.header.raw = self._header(messages.DATA, microbatch, layout.checksum, 0)
-        if not directs and layout.frame_bytes <= WHOLE_BYTES:
-            work = transfers.send(frame.tensor, connection, expected.tag, channel, microbatch)
-            self._sent(UnderWay(microbatch, work, layout, frame, ()), payload)
-            return
         watched = [(tensor, version_of(tensor)) for _, tensor in directs if tensor is not None]
-        earlier = []
-        for octets, _ in directs:
-            tensor = octets.cpu()
-            earlier.append(Transfer(tensor, transfers.send(tensor, connection, expected.tag, channel, microbatch)))
+        earlier = [self._start(octets.cpu(), microbatch) for octets, _ in directs]
         work = self._send_last(microbatch, frame.tensor, layout, earlier)
         self._sent(UnderWay(microbatch, work, layout, frame, earlier, watched), payload)
 
+    def _start(self, tensor: Tensor, microbatch: int, tag: int | None = None) -> Transfer:
+        """Start to send a tensor, after all that has the channel's own tag unless it has another."""
+        tag = self._expected.tag if tag is None else tag
+        return Transfer(tensor, self._transfers.send(tensor, self._connection, tag, self.channel, microbatch))
+
     def _send_last(self, microbatch: int, frame: Tensor, layout: Layout | None, earlier: list[Transfer]) -> Any:
         """Send the frame, after the tensors that travel by themselves, and its end if the receiver waits for it."""
-        send, to, tag, channel = self._transfers.send, self._connection, self._expected.tag, self.channel
-        work = send(frame, to, tag, channel, microbatch)
+        last = self._start(frame, microbatch)
         if layout is not None and layout.frame_bytes > WHOLE_BYTES:
-            earlier.append(Transfer(frame, work))
-            work = send(_END, to, tag, channel, microbatch)
-        return work
+            earlier.append(last)
+            last = self._start(_END, microbatch)
+        return last.work
 
     def _send_changed(self, microbatch: int, predicted: Layout | None, value: Any) -> None:
         before = self._expected.layouts.get(self.count - 1)
@@ -169,21 +164,15 @@ class DistributedOutgoing(Outgoing):
         self, microbatch: int, predicted: Layout | None, kind: int, body: Tensor, payload: Payload | None = None
     ) -> None:
         """Send next to nothing for each large tensor, a header for a predicted frame, then the body and its end."""
-        transfers, channel, connection = self._transfers, self.channel, self._connection
         frame = torch.frombuffer(bytearray(self._header(kind, microbatch, 0, body.numel())), dtype=torch.uint8)
-        earlier: list[Transfer] = []
-        for _ in predicted.directs if predicted is not None else ():
-            work = transfers.send(_END, connection, self._expected.tag, channel, microbatch)
-            earlier.append(Transfer(_END, work))
+        earlier = [self._start(_END, microbatch) for _ in (() if predicted is None else predicted.directs)]
         work = self._send_last(microbatch, frame, predicted, earlier)
-        tag = self._expected.following_tag(self.count)
-        note = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        receipt = Transfer(note, transfers.receive(note, connection, tag, channel, microbatch))
-        following = Transfer(body, transfers.send(body, connection, tag, channel, microbatch))
-        end = None
+        tag, note = self._expected.following_tag(self.count), torch.zeros(1, dtype=torch.uint8, device="cpu")
+        receipt = self._transfers.receive(note, self._connection, tag, self.channel, microbatch)
+        following = [self._start(body, microbatch, tag)]
         if body.numel() > WHOLE_BYTES:
-            end = Transfer(_END, transfers.send(_END, connection, tag, channel, microbatch))
-        self._following.append(Following(following, end, receipt, microbatch))
+            following.append(self._start(_END, microbatch, tag))
+        self._following.append(Following(microbatch, Transfer(note, receipt), following))
         self._sent(UnderWay(microbatch, work, None, frame, earlier), payload)
 
     def _header(self, kind: int, microbatch: int, checksum: int, follows: int) -> bytes:
@@ -204,12 +193,9 @@ class DistributedOutgoing(Outgoing):
 
     def _finish_following(self, done: Sequence[Following]) -> None:
         is_short = self._transfers.is_taken_soon(is_known=False)
-        for each in done:
-            for transfer in (each.receipt, each.body, each.end):
-                if transfer is not None:
-                    self._transfers.wait(
-                        transfer.work, self.channel.target_rank, self.channel, each.microbatch, is_short
-                    )
+        for microbatch, receipt, body in done:
+            for _, work in (receipt, *body):
+                self._transfers.wait(work, self.channel.target_rank, self.channel, microbatch, is_short)
         self._following = [each for each in self._following if not any(each is other for other in done)]
 
     def _finish(self, count: int) -> None:

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.channel import Channel
-from penstock.runtime.transport.compiling import COMPILATIONS, LONGEST_SECONDS
 from penstock.runtime.transport.distributed.device_link import DeviceLink
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss
+from penstock.runtime.transport.failure.silence import COMPILATIONS, LONGEST_SECONDS
 from penstock.runtime.transport.failure.watch import Watch
 
 SLACK_SECONDS = (

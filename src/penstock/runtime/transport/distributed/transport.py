@@ -2,24 +2,21 @@
 
 Gloo offers little: messages of a tag between two ranks arrive in order; a message may be shorter than its receive, but
 one that is longer aborts the *process* of the receiver; nothing can be polled; and a wait that times out closes all
-connections. So the receiver must know the size beforehand, and no guess may ever be too small. Yet shapes may change
-at will.
+connections. So the receiver must know the size beforehand, and no guess may ever be too small. Yet shapes may change.
 
 The rule: the prediction for the k-th message of a channel in a step is the layout of the k-th message of that channel
 in the step before (none: a header only). Both ends know it without talking, however early or late receives are posted,
 because messages and posts of one channel pair up in order and the k-th message of the last step was taken before this
-step began. It also makes a ragged last microbatch, or shapes that differ from one microbatch to the next but repeat
-every step, perfectly predicted. A message that looks as predicted is one frame (and one message for each large tensor,
-into its final memory). Any other sends a header in the place of the frame, a byte in the place of each large tensor,
-and then the layout with all bytes as one more message whose size the header told. That both ends count alike is
-checked at the end of every step.
+step began. So shapes that differ among microbatches but repeat every step are perfectly predicted. A message that looks
+as predicted is one frame (and one message for each large tensor, into its final memory). Any other sends a header in
+the place of the frame, a byte in the place of each large tensor, and then the layout with all bytes as one more message
+whose size the header told. That both ends count alike is checked at the end of every step.
 
 Tensors on a device travel by the group's backend for that device (`cpu:gloo,cuda:nccl`), if both ranks have such a
 device: see `device_link`. What else is on a device goes through the CPU.
 
-How the loss of a peer is found and told is in `watch`. While a wait is inside gloo, Python does not see Ctrl-C. Such a
-wait ends at the latest after the timeout, and mostly sooner: a rank that was not blocked leaves, and its connections
-close.
+How the loss of a peer is found and told is in `watch`. While a wait is inside gloo, Python does not see Ctrl-C; it ends
+at the latest after the timeout, and mostly sooner: a rank that was not blocked leaves, and its connections close.
 """
 
 from __future__ import annotations
@@ -68,40 +65,30 @@ _abandoned: list[list[tuple[torch.Tensor, Any]]] = []
 class DistributedTransport(Transport):
     """One rank's transport over torch.distributed, on a process group (by default the world). Ranks are the group's.
 
-    At most `max_sends` messages of a channel are under way (some more where they are small); `device` is where values
-    that were sent from a GPU arrive; `coordinator` is the rank through which `exchange` goes.
+    `device` is where values that were sent from a GPU arrive.
     """
 
     holds_interrupts = True
+    max_sends = 4  # Messages of a channel that may be under way; some more where they are small.
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
         timeout: float = 60.0,
         *,
-        max_sends: int = 4,
-        coordinator: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise UsageError("torch.distributed is not initialised; call init_process_group() or use ThreadTransport")
-        if max_sends < 1:
-            raise UsageError(f"max_sends={max_sends}; at least 1 send must be allowed under way")
         group = group if group is not None else dist.group.WORLD
         assert group is not None
         if dist.get_rank(group) < 0:
             raise UsageError(f"rank {dist.get_rank()} is not in the group; make the transport on its members only")
         self._group = group
-        self._set_up(member_of(group, timeout), timeout, max_sends, coordinator, device)
+        self._set_up(member_of(group, timeout), timeout, device)
 
     def _set_up(
-        self,
-        member: Member,
-        timeout: float,
-        max_sends: int,
-        coordinator: int,
-        device: torch.device | str | None = None,
-        clock: Clock = CLOCK,
+        self, member: Member, timeout: float, device: torch.device | str | None = None, clock: Clock = CLOCK
     ) -> None:
         """Set up everything that hangs on the group's backend and store, whatever these are."""
         self.rank, self.ranks = member.rank, member.ranks
@@ -130,8 +117,7 @@ class DistributedTransport(Transport):
         self.watch.is_closed = partial(_is_closed, member.backend, self._tag + CONTROL_TAG + 4)
         self.watch.free_device = self._links.free
         self._book = Book()
-        self._max_sends = max_sends
-        self._exchanger = Exchange(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._transfers)
+        self._exchanger = Exchange(self.rank, self.ranks, self._tag + CONTROL_TAG, transfers)
         weakref.finalize(self, _abandoned.append, self._exchanger.under_way)
         self.ends = ChannelEnds((), self.rank)
         self._opened: dict[tuple[Channel, ...], ChannelEnds] = {}
@@ -168,7 +154,7 @@ class DistributedTransport(Transport):
         """Make the ends of these channels on this rank."""
         self._links.connect(channels)
         return ChannelEnds(
-            channels, self.rank, partial(self._make_incoming, tag), partial(self._make_outgoing, tag, self._max_sends)
+            channels, self.rank, partial(self._make_incoming, tag), partial(self._make_outgoing, tag, self.max_sends)
         )
 
     def _make_incoming(self, tag: int, number: int, channel: Channel) -> DistributedIncoming:
@@ -188,12 +174,8 @@ class DistributedTransport(Transport):
 
     @uninterrupted
     def flush(self) -> None:
-        found = [
-            (end.channel.source_stage, microbatch)
-            for ends in self._opened.values()
-            for end in ends.outgoing.values()
-            for microbatch in end.flush()
-        ]
+        every = (end for ends in self._opened.values() for end in ends.outgoing.values())
+        found = [(end.channel.source_stage, microbatch) for end in every for microbatch in end.flush()]
         if self._links.devices:
             found += self._links.flush()
         if found:
@@ -238,12 +220,10 @@ class DistributedTransport(Transport):
                 self._uncollected = None
 
     def known_answers(self) -> list[Any] | None:
-        posted = self._uncollected
-        if posted is None or self.broken is not None:
-            return None
-        found = None
-        with suppress(MessageError, PeerFailure), self._leaving_no_disorder():  # Whoever collects finds it broken.
-            found = self._exchanger.known(posted)
+        found, posted = None, self._uncollected
+        if posted is not None and self.broken is None:
+            with suppress(MessageError, PeerFailure), self._leaving_no_disorder():  # Whoever collects finds it broken.
+                found = self._exchanger.known(posted)
         return None if found is None else found.values
 
     def _check_may_exchange(self) -> None:
@@ -281,8 +261,7 @@ class DistributedTransport(Transport):
             self._links.end_step()
 
     def _agreed(self, answers: Exchanged) -> list[Any]:
-        apart = different_calls(answers.calls) if len(set(answers.calls)) > 1 else None
-        if apart is not None:
+        if len(set(answers.calls)) > 1 and (apart := different_calls(answers.calls)) is not None:
             raise apart
         return answers.values
 

@@ -1,13 +1,12 @@
 """From an alarm to a verdict: all ranks say what they do, and the one that raised the alarm judges.
 
-The others look on, and judge only where it does not. (With a thousand ranks, a thousand judges would have the store
-answer a million questions.)
+The others look on, and judge only where it does not. (A thousand judges would ask the store a million questions.)
 
 Where the alarm names nobody, all say for whom they wait, if for anybody. The chain from the alarmed rank ends at the
 culprit: a rank that does not answer (stopped, or gone), or answers that it waits for nobody (busy in its own code); a
-chain that closes is a deadlock. Where somebody in the chain has moved on within the timeout, as in a pipeline so deep
-that it takes longer to fill, the alarm is called off, and the ranks whose own chains move on wait for another timeout;
-a chain that stands still is not excused by that.
+chain that closes is a deadlock. Where somebody in the chain has moved on within the timeout, as in a deep pipeline that
+fills, the alarm is called off, and the ranks whose own chains move on wait for another timeout; a chain that stands
+still is not excused by that.
 """
 
 from __future__ import annotations

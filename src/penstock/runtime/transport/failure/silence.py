@@ -1,14 +1,18 @@
 """When a wait has lasted too long, and which ranks have a reason to be silent: they wait for another group, or compile.
 
-Where a rank waits for a rank of another group, that other group finds out who is silent. A rank with such a reason
-counts its beats in the store. If its count stops growing, the rank has stopped meanwhile (or somebody wrote an old
-count there again), and this group says so. Where the store itself is silent or gone, the process that has it is.
+Where a rank waits for a rank of another group, that other group finds out who is silent. A rank that compiles, in the
+first step and again for other shapes, may take longer than any rank should be silent. A rank with such a reason counts
+its beats in the store. If its count stops growing, the rank has stopped meanwhile (or somebody wrote an old count there
+again), and this group says so. Where the store itself is silent or gone, the process that has it is.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from copy import copy
+from time import monotonic
+from typing import Any
 
 from penstock.errors import PeerFailure
 from penstock.runtime.messages.clock import CLOCK
@@ -22,6 +26,7 @@ OTHER_GROUP_SECONDS = 12.0  # more patience where a rank waits for another group
 # Share of the beats of a timeout: a rank that had fewer lacks a processor, and so may the peer that it waits for.
 STARVED_SHARE = 0.25
 STARVED_TIMEOUTS = 3  # Such a rank waits for so many timeouts at most.
+LONGEST_SECONDS = 3600.0  # a compilation that takes longer hangs
 
 
 class StoreHost:
@@ -121,3 +126,41 @@ class Overdue:
     def waited(self, waiting: Waiting) -> float:
         """Return for how many seconds it has waited since there was last a reason to."""
         return self._now() - max(waiting.since, self._excused)
+
+
+class Compilations:
+    """Those of this process, by all its threads: dynamo tells of the first that begins and of the last that ends."""
+
+    def __init__(self) -> None:
+        self.has_begun = False  # whether there has been any, as far as it was listened to
+        self._handler: Any = None
+        self._begun: float | None = None
+        self._ended = float("-inf")
+
+    def listen(self) -> None:
+        """Listen as soon as dynamo is loaded; loading it takes seconds, which whoever does not compile is spared."""
+        dynamo: Any = sys.modules.get("torch._dynamo.callback")
+        handler: Any = getattr(dynamo, "callback_handler", None)
+        if handler is not None and handler is not self._handler:
+            self._handler = handler
+            handler.register_start_callback(self.begin)
+            handler.register_end_callback(self.end)
+
+    def begin(self, _: Any = None) -> None:
+        self.has_begun, self._begun = True, monotonic()
+
+    def end(self, _: Any = None) -> None:
+        self._begun, self._ended = None, monotonic()
+
+    def last(self) -> float:
+        """Return the time until which this process is known to have compiled: now, while it does."""
+        self.listen()
+        begun = self._begun
+        return self._ended if begun is None else min(monotonic(), begun + LONGEST_SECONDS)
+
+    def is_under_way(self) -> bool:
+        now = monotonic()
+        return self.last() >= now
+
+
+COMPILATIONS = Compilations()

@@ -1,10 +1,10 @@
 """A layout, and the plain values of a message, as bytes.
 
 Layouts travel as plain values (see `plain`), of which reading makes nothing but what is registered: containers that
-this process has registered with torch's pytree too, and named tuples that it knows. The values beside the tensors are
-whatever the user's stage passes. Those that are plain travel so; the others, such as an enum or an object, are pickled,
-as torch's own object collectives do, with the code of the run's secret. Without a secret, a pickle is read only where
-the kernel says that its sender is a process of the same user; torch.distributed knows nothing of its peers.
+this process has registered with torch's pytree too, and named tuples that it knows. The values beside the tensors that
+are plain travel so; the others, such as an enum or an object, are pickled, as torch's own object collectives do, with
+the code of the run's secret. Without a secret, a pickle is read only where the kernel says that its sender is a process
+of the same user; torch.distributed knows nothing of its peers.
 """
 
 from __future__ import annotations

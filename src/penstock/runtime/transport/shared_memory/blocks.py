@@ -7,14 +7,12 @@ process that maps it is, however that ends). It holds one message at a time::
 
 The sender sets the state to 1 before it tells of the message, and writes the block again only when the receiver has set
 it back to 0. The receiver computes on the memory itself: its tensors are made over a memoryview that nothing else
-holds, so that when the last of them dies, wherever it was kept (by a variable, by an autograd graph, as a gradient),
-the memoryview dies too, and its end is the word that gives the block back. No count is kept that could be wrong.
+holds, so that when the last of them dies, wherever it was kept, the memoryview dies too, and its end gives the block
+back. No count is kept that could be wrong. That word is a plain store after plain loads of the data, seen by another
+process. x86-64 keeps these in order; machines that may not are not offered shared memory (see `meeting`).
 
-That word is a plain store after plain loads of the data, seen by another process. x86-64 keeps these in order; machines
-that may not are not offered shared memory (see `meeting`).
-
-Allocation is done by `posix_fallocate`: where memory is refused it says so then, and not later by a bus error under
-somebody's hands. The size is sealed for the same reason.
+`posix_fallocate` allocates: where memory is refused it says so then, and not later by a bus error under somebody's
+hands. The size is sealed for the same reason.
 """
 
 from __future__ import annotations

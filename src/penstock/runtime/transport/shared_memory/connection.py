@@ -160,9 +160,8 @@ class Connection:
             count, attached, _, _ = self._socket.recvmsg_into(self._buffers, _FD_SPACE, flags)
         except BlockingIOError:
             return False
-        # It left without reading everything; what it sent before is still to be read.
         except ConnectionResetError:
-            return True
+            return True  # It left without reading everything; what it sent before is still to be read.
         if count < HEAD.size:
             self.gone = True
             raise Gone
@@ -237,8 +236,7 @@ class Connections(dict[int, Connection]):
     def __init__(self, rank: int, watch: Watch) -> None:
         super().__init__()
         self.busy_with: tuple[Channel | None, int] = (None, -1)
-        self._rank = rank
-        self._watch = watch
+        self._rank, self._watch = rank, watch
 
     def wait(
         self, connection: Connection, channel: Channel | None, microbatch: int, done: Callable[[], object]
@@ -298,11 +296,9 @@ class Connections(dict[int, Connection]):
     def has_exchange(self, peer: int, step: int) -> bool:
         """Return whether the peer's report at the end of that step is here. Waits for nobody."""
         connection = self[peer]
-        try:
+        with suppress(Gone):  # Whoever waits for it will find out.
             while not connection.exchanges and connection.read(False):
                 pass
-        except Gone:
-            pass  # Whoever waits for it will find out.
         return bool(connection.exchanges) and connection.exchanges[0][0] == step
 
     def get_exchange(self, peer: int) -> tuple[int, bytes]:

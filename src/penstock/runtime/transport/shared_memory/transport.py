@@ -7,11 +7,9 @@ step, channel, microbatch and layout it is, so every check of the other transpor
 before the receiver needs to know a size, nothing has to be predicted.
 
 This is a `DistributedTransport` for all else: ranks on other hosts and tensors on other devices, link by link; the
-exchange that ends a step; and the question who is to blame (`watch`), where a socket that closes without a goodbye is
-what gloo's closed connection is there. A message for which no memory is to be had takes that way too, announced in its
-turn, so a link that runs out of memory goes on, only slower.
-
-Nothing here outlives the processes: neither the memory nor the sockets have a name (`own_socket`).
+exchange that ends a step; and the watch. A message for which no memory is to be had takes that way too, announced in
+its turn, so a link that runs out of memory goes on, only slower. Nothing here outlives the processes: neither the
+memory nor the sockets have a name (`own_socket`).
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ import torch.distributed as dist
 
 from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.transport.channel import Channel, ChannelEnds, Incoming, Outgoing, channels_checksum
+from penstock.runtime.transport.distributed.exchange import COORDINATOR
 from penstock.runtime.transport.distributed.transport import DistributedTransport
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting
@@ -45,19 +44,19 @@ class SharedMemoryTransport(DistributedTransport):
     With `strict`, a link that cannot use shared memory is an error.
     """
 
+    max_sends = AHEAD
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
         timeout: float = 60.0,
         *,
-        max_sends: int = AHEAD,
-        coordinator: int = 0,
         device: torch.device | str | None = None,
         strict: bool = False,
     ) -> None:
         if strict and (missing := missing_here()) is not None:
             raise UsageError(f"transport='shared' does not work here: {missing}; leave transport= out")
-        super().__init__(group, timeout, max_sends=max_sends, coordinator=coordinator, device=device)
+        super().__init__(group, timeout, device=device)
         self._strict = strict
         self._connections = Connections(self.rank, self.watch)
         self._exchanger.sockets = self._connections
@@ -86,10 +85,9 @@ class SharedMemoryTransport(DistributedTransport):
 
     def _connect(self, channels: tuple[Channel, ...]) -> None:
         """Connect to every rank on this host that a channel, or the exchange, joins with this one."""
-        centre = self._exchanger.coordinator  # the exchange goes through it
         ends = [{channel.source_rank, channel.target_rank} for channel in channels]
         mine = {rank for pair in ends if self.rank in pair for rank in pair}
-        mine |= {centre} if self.rank != centre else set(range(self.ranks))
+        mine |= {COORDINATOR} if self.rank != COORDINATOR else set(range(self.ranks))
         with self._meeting_others():
             for rank in range(self.ranks):
                 self._meeting.address_of(rank)
@@ -123,10 +121,10 @@ class SharedMemoryTransport(DistributedTransport):
 
         def outgoing(number: int, channel: Channel) -> Outgoing:
             if channel.target_rank not in self._connections:
-                return self._make_outgoing(tag, self._max_sends, number, channel)
+                return self._make_outgoing(tag, self.max_sends, number, channel)
             # The receive of a message that takes that way is posted where it is announced: no send may wait.
             end = self._make_outgoing(tag, ANY_NUMBER, number, channel)
-            return SharedOutgoing(end, *shared, number, checksum, self._max_sends)
+            return SharedOutgoing(end, *shared, number, checksum, self.max_sends)
 
         return ChannelEnds(channels, self.rank, incoming, outgoing)
 

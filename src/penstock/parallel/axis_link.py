@@ -74,7 +74,6 @@ class AxisLink:
         self._watch.ended = ended
 
     def describe_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
-        """Set how to describe what this rank is doing, and at which action it is."""
         doing, link = held_weakly(doing, "gone"), ref(self)
 
         def report() -> str:
@@ -90,7 +89,6 @@ class AxisLink:
         return None if found is None else self._renamed(found)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Give a small value to every member, and get every member's; all must be in the same call."""
         return self.all_gather(self._pipeline.call, value)
 
     def all_gather(self, call: str, value: Any) -> list[Any]:

@@ -139,7 +139,6 @@ class Composition:
         transport.name_axes(**{word: self.axes.index(axis) for axis, word in several.items()})
 
     def link(self, transport: DistributedTransport, timeout: float) -> dict[str, AxisLink]:
-        """Make the links to this rank's neighbours on the other axes."""
         return {
             axis: AxisLink(self.axes.mesh.get_group(axis), timeout, transport, word, unseen=axis == "tp")
             for axis, word in BESIDE.items()
@@ -147,7 +146,6 @@ class Composition:
         }
 
     def build(self, pipe: Pipeline, places: Sequence[Sequence[tuple[int, str]]]) -> Replication:
-        """Build what runs beside the steps of this rank."""
         if self.axes.size("dp") > 1 or self.axes.size("tp") > 1 or self.shards:
             from penstock.parallel.compose import compose  # loads DTensor and FSDP
 

@@ -112,7 +112,6 @@ class Reducer:
         }
 
     def held(self) -> list[nn.Parameter]:
-        """Return the parameters that this rank's stages have now, in their order."""
         return [parameter for module in self._modules.values() for parameter in module.parameters()]
 
     def copied(self) -> list[tuple[str, nn.Parameter]]:

@@ -56,9 +56,7 @@ class Replicas(Replication):
         self._link, self._shards = links.get("dp"), links.get("tp")
         self._reducer, self._sharder = reducer, sharder
         self._weighing, self._loss_parallel = weighing, loss_parallel
-        self._checks = ReplicaChecks(
-            executor, reducer, () if sharder is None else sharder.managed, self._link, self._shards
-        )
+        self._checks = ReplicaChecks(executor, reducer, () if sharder is None else sharder.managed, links)
         self._weighs = False
         self._total: tuple[list[Tensor], Any] | None = None
         self._comparisons = 0  # Number of comparisons that replicas have before them in this step.

@@ -106,7 +106,6 @@ class WrappedStages(UserParallel):
     # -- around a computation: see `ParallelHooks`
 
     def before(self, stage: int) -> None:
-        """Complete the parameters of a stage that is about to compute."""
         for each in self._wrappers.get(stage, ()):
             each.complete()
 
@@ -129,7 +128,6 @@ class _Sharded:
         self._gathering: list[Any] = []
 
     def ranks(self) -> Iterator[int]:
-        """Yield the processes that have copies, or parts."""
         for group in self._groups:
             yield from group.mesh_info.mesh.mesh.flatten().tolist()
 

@@ -71,11 +71,9 @@ class World:
 
     @property
     def kind(self) -> str:
-        """What the ranks are, in words."""
         return "threads of this process" if self.size is None else f"{self.size} processes"
 
     def describe_link(self, source: int, target: int) -> str:
-        """Describe what carries values from one rank to another."""
         return IN_MEMORY if self.transport is None else self.transport.describe_link(source, target)
 
     @classmethod

@@ -36,7 +36,6 @@ class Clock:
     now: Callable[[], float] = staticmethod(time.monotonic)  # seconds since some moment
 
     def sleep(self, seconds: float) -> None:
-        """Let this much time pass."""
         time.sleep(seconds)
 
     def event(self) -> Any:

@@ -38,9 +38,9 @@ class NotPlainError(ValueError):
     """Text that is no plain value: damaged, or written by something else."""
 
 
-def dumps(value: Any, place: str = "the value") -> bytes:
-    """Encode a value as a message; `place` is how the user knows the value, for an error."""
-    return json.dumps(encode(value, None, place), separators=(",", ":")).encode()
+def dumps(value: Any) -> bytes:
+    """Encode a value as a message."""
+    return json.dumps(encode(value, None, "the value"), separators=(",", ":")).encode()
 
 
 def loads(content: bytes) -> Any:
@@ -131,12 +131,11 @@ def encode(value: Any, store_tensor: StoreTensor | None, place: Place, depth: in
         )
     if kind in _NAMES and store_tensor is None:
         name = _NAMES[kind]
-        return {
-            f"${name}": {
-                key: entry if type(entry) in _AS_THEY_ARE else encode(entry, None, (place, _FIELD, key), depth + 1)
-                for key, entry in _REGISTERED[name].write(value).items()
-            }
-        }
+        fields = _REGISTERED[name].write(value)
+        for key, entry in fields.items():
+            if type(entry) not in _AS_THEY_ARE:
+                fields[key] = encode(entry, None, (place, _FIELD, key), depth + 1)
+        return {f"${name}": fields}
     if isinstance(value, Action):  # An Action is a tuple, so it comes before them.
         return {"$action": str(value)}
     if isinstance(value, Mapping):
@@ -156,15 +155,15 @@ def encode(value: Any, store_tensor: StoreTensor | None, place: Place, depth: in
 
 def _encode_mapping(value: Mapping[Any, Any], store_tensor: StoreTensor | None, place: Place, depth: int) -> Any:
     pairs: list[Any] = []
+    counts = isinstance(value, Counter)
+    by_name = not counts
     for key, entry in value.items():
+        by_name = by_name and type(key) is str and not key.startswith("$")
         name = key if type(key) in _AS_THEY_ARE else encode(key, store_tensor, (place, _KEY, key), depth)
         if type(entry) not in _AS_THEY_ARE:
             entry = encode(entry, store_tensor, (place, _ENTRY, key), depth)
         pairs.append([name, entry])
-    if isinstance(value, Counter):
-        return {"$counter": pairs}
-    by_name = all(type(key) is str and not key.startswith("$") for key in value)
-    return dict(pairs) if by_name else {"$dict": pairs}
+    return dict(pairs) if by_name else {"$counter" if counts else "$dict": pairs}
 
 
 def _encode_other(value: Any, store_tensor: StoreTensor | None, place: Place) -> Any:

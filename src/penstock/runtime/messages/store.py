@@ -50,7 +50,6 @@ class Asker:
         self._thread.join(min(seconds, 1.0) if self.asked_at is not None else seconds)
 
     def stop(self) -> None:
-        """Tell the thread to end, and do not wait for it."""
         self._questions.put(None)
 
     def _run(self) -> None:

@@ -75,11 +75,9 @@ class Transport(ABC):
     # -- one message, by the number of its channel; see the ends of `channel`
 
     def post(self, channel_number: int, microbatch: int) -> None:
-        """Make ready for the next message of the channel."""
         self.ends.receiving(channel_number).post(microbatch)
 
     def receive(self, channel_number: int, microbatch: int) -> Any:
-        """Wait for the message and return its value."""
         return self.ends.receiving(channel_number).receive(microbatch)
 
     def discard(self, channel_number: int, microbatch: int) -> PeerFailure | None:

@@ -148,7 +148,6 @@ class Exchange:
         return answer
 
     def _sum_up(self, posted: Posted) -> Summary:
-        """Return in what the programs of the ranks differ, their calls and their values, once all have arrived."""
         told = [posted.heard[rank] for rank in range(self.ranks)]
         return compare(told, posted.used), [each.call for each in told], [each.value for each in told]
 

@@ -247,7 +247,6 @@ class DistributedIncoming(Incoming):
         return layout, body
 
     def _follow(self, microbatch: int, header: Header) -> Tensor:
-        """Receive the message that a header announced."""
         tag = self._expected.following_tag(header.ordinal)
         body = torch.empty(header.follows, dtype=torch.uint8, device="cpu")
         work = self._start(body, microbatch, tag)

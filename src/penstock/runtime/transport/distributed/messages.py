@@ -93,7 +93,6 @@ class ExpectedLayouts:
     def header(
         self, kind: int, checksum: int, follows: int, step: int, ordinal: int, microbatch: int, place: int
     ) -> bytes:
-        """Write the header of a message of this channel; see `Header`."""
         return HEADER.pack(MAGIC, kind, checksum, follows, step, ordinal, microbatch, *self._identity, place)
 
     def fault_of(self, came: Header, due: Header) -> str | None:

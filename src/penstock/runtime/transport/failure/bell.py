@@ -63,11 +63,9 @@ class Bell:
                 self._socket.recv(CODE_BYTES + 1)
 
     def set(self) -> None:
-        """Wake this rank's watch."""
         self._ring(self.address)
 
     def call(self) -> None:
-        """Wake the watches of the others."""
         for address in self.others():
             self._ring(address)
 

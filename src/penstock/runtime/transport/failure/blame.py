@@ -148,7 +148,6 @@ def different_calls(calls: Sequence[str] | Mapping[int, str]) -> PeerFailure | N
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """List ranks in words."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -94,7 +94,6 @@ class Bulletin:
         self._written = 0  # notes of this rank
 
     def key(self, name: str) -> str:
-        """Return where a note is in the store."""
         return f"{self._prefix}/{name}"
 
     def _read(self, kind: str, number: int | str | None = None) -> tuple[Any, ...] | None:
@@ -188,9 +187,7 @@ class Bulletin:
         return [call for _, call in told] if all(at == step for at, _ in told) else []
 
     def tell_read(self) -> None:
-        """Report that this rank has read the verdict."""
         self._write(f"seen/{self.rank}")
 
     def have_read(self, ranks: Iterable[int]) -> bool:
-        """Return whether all these ranks have read it."""
         return all(self._read("seen", rank) is not None for rank in ranks)

@@ -96,7 +96,6 @@ class OutBlock:
         self._layout: Layout | None = None
 
     def prepare(self, layout: Layout) -> None:
-        """Make it ready for a value of this layout."""
         if self._layout is not layout:
             self.frame, self._layout = Frame(layout.frame_bytes, layout.copies, self._tensor), layout
 

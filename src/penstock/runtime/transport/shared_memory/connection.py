@@ -286,7 +286,6 @@ class Connections(dict[int, Connection]):
                     raise copy(self._watch.propose(lost)) from None
 
     def put_exchange(self, peer: int, step: int, body: bytes) -> None:
-        """Send what this rank reports at the end of that step."""
         self.busy_with = None, -1
         try:
             self[peer].write_text(EXCHANGE, body, step)
@@ -302,7 +301,6 @@ class Connections(dict[int, Connection]):
         return bool(connection.exchanges) and connection.exchanges[0][0] == step
 
     def get_exchange(self, peer: int) -> tuple[int, bytes]:
-        """Return the step that the peer ends, and its report."""
         exchanges = self[peer].exchanges
         if not exchanges:
             self.wait(self[peer], None, -1, exchanges.__len__)

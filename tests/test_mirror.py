@@ -23,10 +23,8 @@ compat/torchgpipe/errors.py
 errors.py
 integrations/lightning/checkpoint_io.py
 integrations/lightning/checks.py
-integrations/lightning/example.py
 integrations/lightning/steps.py
 integrations/transformers/accelerator.py
-integrations/transformers/evaluation.py
 integrations/transformers/pipelined.py
 planner/cluster.py
 planner/layout.py
@@ -34,7 +32,6 @@ planner/plan.py
 planner/plans.py
 planner/price.py
 planner/profile.py
-planner/text.py
 schedule/files/drawing.py
 schedule/files/reading.py
 schedule/lowering/gather.py
@@ -48,27 +45,17 @@ tools/train/build.py
 tools/train/data/batch.py
 tools/train/data/chat.py
 tools/train/data/documents.py
-tools/train/data/packing_check.py
-tools/train/data/paths.py
 tools/train/data/records.py
 tools/train/data/tokens.py
 tools/train/evaluate.py
 tools/train/generation/codec.py
 tools/train/generation/opening.py
-tools/train/models/freeze.py
 tools/train/models/gpt.py
 tools/train/resume.py
-tools/train/run/account.py
 tools/train/run/baseline.py
 tools/train/run/progress.py
-tools/train/run/reporter.py
-tools/train/run/run_page.py
-tools/train/run_state.py
-tools/train/steps.py
 tools/train/updates/nonfinite.py
-tools/train/updates/rate.py
 view/advice.py
-view/document.py
 view/run.py
 """
 

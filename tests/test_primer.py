@@ -16,7 +16,7 @@ import pytest
 from test_docs import find_blocks
 from warm import warm_commands
 
-from penstock.cli.lanes import Lanes, read_event
+from penstock.cli.primer import Lanes, read_event
 
 ROOT = Path(__file__).resolve().parent.parent
 PRIMER = ROOT / "examples" / "primer"

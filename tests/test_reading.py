@@ -148,7 +148,7 @@ DIRECT = {
     "tools/train/data/tokens.py": "text of any length to train on, which find_files has found to be plain",
     "tools/train/run/baseline.py": "what the process that started this one writes to it",
     "tools/train/run/progress.py": "/proc",
-    "view/document.py": "pages of ours",
+    "view/page.py": "pages of ours",
     "writing.py": "makes files",
     "tools/train/launch/launch.py": "appends, to what open_plain has opened",
     "checkpoint/files/pretrained.py": "what open_plain has opened",

@@ -6,7 +6,7 @@ import sys
 if sys.path[:1] == [os.getcwd()]:  # `python -m` searches the working folder first, where anybody's json.py may lie
     del sys.path[0]
 
-from penstock.tools.train.launch.parent import die_with_parent
+from penstock.tools.train.launch.stopping import die_with_parent
 
 if __name__ == "__main__":
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -92,18 +92,21 @@ _COPYING: dict[torch.device, torch.Stream] = {}
 
 
 @contextmanager
-def copying(device: torch.device) -> Iterator[Callable[[Any], Any]]:
+def copying(device: torch.device, reads: list[torch.Event]) -> Iterator[Callable[[Any], Any]]:
     """Yield a `to_device` whose copies run beside the kernels that are queued; after the block, the stream has them.
 
-    Copies from pinned memory are under way while the host goes on; others do not wait for kernels either.
+    Copies from pinned memory are under way while the host goes on: `reads` then has one event more, which says when
+    that memory is read no longer. Others do not wait for kernels either.
     """
     if not on_accelerator(device):
         yield partial(to_device, device=device)
         return
-    here = torch.accelerator.current_stream(device)
+    here, is_pinned = torch.accelerator.current_stream(device), False
     beside = _COPYING.get(device) or _COPYING.setdefault(device, torch.Stream(device=device))
 
     def moved(tensor: Tensor) -> Tensor:
+        nonlocal is_pinned
+        is_pinned = is_pinned or (tensor.is_cpu and tensor.layout is torch.strided and tensor.is_pinned())
         copy = tensor.to(device, non_blocking=True)
         if copy is not tensor:
             copy.record_stream(here)
@@ -111,6 +114,8 @@ def copying(device: torch.device) -> Iterator[Callable[[Any], Any]]:
 
     with beside:
         yield partial(pytree.tree_map_only, Tensor, moved)
+    if is_pinned:
+        reads.append(beside.record_event())
     here.wait_stream(beside)
 
 

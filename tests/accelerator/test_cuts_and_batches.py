@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from accelerator.harness import NAMES, on_device, on_ranks
-from tiers import mostly_slow
+from tiers import by_turns, mostly_slow
 
 
 def layers(count: int = 4) -> Any:
@@ -193,3 +193,47 @@ def test_inputs_go_to_the_ranks_that_read_them_and_to_no_others(processes: bool)
     first, last = [each for outcome in outcomes for each in outcome.value]
     assert first > 4 * WIDE
     assert last < 4 * WIDE
+
+
+def from_one_pinned_buffer(way: str) -> list[float]:
+    """How far losses or outputs are from the plain model's, where each batch is written to the place of the last."""
+    import copy
+    from collections.abc import Iterator
+
+    import torch
+    from accelerator import pretend
+    from torch import nn
+
+    import penstock
+
+    model = layers().double()
+    alone, batches = copy.deepcopy(model), [torch.randn(8, 8).double() for _ in range(4)]
+    buffer, losses = batches[0].pin_memory(), [float(nn.functional.mse_loss(alone(x), x)) for x in batches]
+
+    def written() -> Iterator[Any]:
+        for x in batches:
+            buffer.copy_(x)
+            yield buffer, buffer
+        buffer.fill_(float("nan"))
+
+    pretend.defer(lag=0.05)
+    with penstock.Pipeline(model, stages=2, microbatches=4, loss_fn=nn.MSELoss(), timeout=20) as pipe:
+        if way == "predict":
+            found = [pipe.predict(x) for x, _ in written()]
+            pairs = [(one, alone(x)) for one, x in zip(found, batches, strict=True) if one is not None]
+            return [float((one.cpu() - other).abs().max()) for one, other in pairs]
+        sgd = torch.optim.SGD(pipe.parameters(), lr=0.0)
+        results = pipe.train_steps(written(), sgd) if way == "loop" else [pipe.step(x, target=y) for x, y in written()]
+        return [abs(float(each.loss) - loss) for each, loss in zip(results, losses, strict=True)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("way", "processes"),
+    by_turns(["predict", "loop", "step"], [False, True], fast=[("predict", False), ("loop", True)]),
+)
+def test_pinned_memory_is_the_users_again_when_a_call_returns(way: str, processes: bool) -> None:
+    """Copies were still to come where nobody had read a loss: predictions were of the next batch, and steps of a loop
+    trained on it."""
+    outcomes = on_ranks(2, from_one_pinned_buffer, way) if processes else [on_device(from_one_pinned_buffer, way)]
+    assert sum(len(each.value) for each in outcomes) >= 4
+    assert all(far < 1e-12 for each in outcomes for far in each.value)

@@ -142,6 +142,50 @@ def test_work_wait_stops_the_stream_and_not_the_host() -> None:
     assert [each.races for each in outcomes] == [[], []]
 
 
+def wait_for_a_device_that_sends() -> bool:
+    import time
+
+    import torch
+    import torch.distributed as dist
+    from accelerator import pretend
+
+    pretend.defer()
+    rank = dist.get_rank()
+    x = torch.ones(3, device=pretend.device(rank))
+    (dist.recv if rank else dist.send)(x, 1 - rank)  # which connects the two
+    if rank:
+        time.sleep(KERNEL)
+        dist.recv(x, 0)
+        return True
+    work = dist.isend(x, 1)
+    torch.accelerator.synchronize(0)
+    return bool(work.is_completed())
+
+
+def test_a_host_that_waits_for_a_device_waits_for_its_communicators_too() -> None:
+    """As `cudaDeviceSynchronize` does; to wait for a stream is to wait for that alone."""
+    assert [each.value for each in on_ranks(2, wait_for_a_device_that_sends)] == [True, True]
+
+
+def wait_for_devices_behind_sends_to_each_other() -> None:
+    import torch
+    import torch.distributed as dist
+    from accelerator import pretend
+
+    pretend.defer()
+    rank = dist.get_rank()
+    x = torch.ones(3, device=pretend.device(rank))
+    (dist.recv if rank else dist.send)(x, 1 - rank)
+    dist.isend(x, 1 - rank)
+    torch.accelerator.synchronize(rank)
+
+
+def test_hosts_that_wait_for_devices_which_send_to_each_other_are_a_deadlock() -> None:
+    for rank, each in enumerate(attempt(2, wait_for_devices_behind_sends_to_each_other, grouped=True)):
+        assert "NCCL would hang" in each.error
+        assert f"needs rank {1 - rank}'s host, which waits for" in each.error
+
+
 def deadlock_on_streams() -> str:
     """Nobody's host waits for a message: only streams do, and then the host for a stream."""
     import torch

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from penstock.errors import UsageError
+from penstock.tools.train.config.paths import find_files
 from penstock.tools.train.config.settings import Data
 from penstock.tools.train.data.documents import Encoder
-from penstock.tools.train.data.paths import find_files
 from penstock.tools.train.data.records import MOST_ROW, open_rows, read_rows
 from penstock.tools.train.data.tokens import read_tokens
 

@@ -26,7 +26,7 @@ from penstock.planner.ranking import RANKED, ROWS, SearchSpace, _sizes, candidat
 from penstock.schedule import FAMILIES, build, simulate
 from penstock.schedule.builders import _BY_NAME
 from penstock.tools.train.config.settings import TrainConfig
-from penstock.tools.train.run.account import optimizer_states
+from penstock.tools.train.run.memory import optimizer_states
 
 SMALL = Cluster(
     hosts=2,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from chromium import Browser
 
-from penstock.view.document import asset, embedded
+from penstock.view.page import asset, embedded
 from penstock.view.studio import RULES, studio_data
 from tests.view.studio_cases import cases
 from tests.view.studio_driver import at, press, proof, show

@@ -14,7 +14,6 @@ import re
 import shlex
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -28,8 +27,7 @@ from penstock.errors import UsageError
 PLACES = places_of("bench", "bench")
 
 Name = Annotated[
-    str | None,
-    typer.Argument(metavar="NAME", help="A bench's name; without it, the list.", show_default=False),
+    str | None, typer.Argument(metavar="NAME", help="A bench's name; without it, the list.", show_default=False)
 ]
 Rest = Annotated[
     list[str] | None,
@@ -100,26 +98,19 @@ def _check_needs(path: Path) -> None:
 def _imported(path: Path) -> set[str]:
     """Return the packages that a bench imports wherever in it, itself or through its neighbours."""
     found: set[str] = set()
-    read: set[Path] = set()
-    waiting = [path]
-    while waiting:
-        file = waiting.pop()
-        read.add(file)
-        for name in _roots(tree_of(file)):
-            beside = path.with_name(f"{name}.py")
-            if not beside.is_file():
-                found.add(name)
-            elif beside not in read:
-                waiting.append(beside)
+    files = [path]
+    for file in files:
+        for node in ast.walk(tree_of(file)):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module:
+                modules = [node.module]
+            for name in (module.partition(".")[0] for module in modules):
+                beside = path.with_name(f"{name}.py")
+                if not beside.is_file():
+                    found.add(name)
+                elif beside not in files:
+                    files.append(beside)
     return found
-
-
-def _roots(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module]
-        yield from (name.partition(".")[0] for name in names)
 
 
 def _requirement(name: str) -> str:

@@ -14,7 +14,7 @@ import typer
 
 from penstock.checkpoint.disk.manifest import Manifest, best_of, checkpoints_at, damages, find_checkpoint, read_manifest
 from penstock.cli.output import guarded, working, write, write_json
-from penstock.cli.source import AsJson
+from penstock.cli.source import AsJson, option
 from penstock.errors import CheckpointError, UsageError
 from penstock.reading import read_json
 from penstock.schedule.files.drawing import table
@@ -61,8 +61,7 @@ def _document(path: Path, manifest: Manifest | None, wrong: list[str]) -> dict[s
 @checkpoint.command("list", short_help="The checkpoints of a directory.")
 @guarded
 def list_(
-    directory: Annotated[str, typer.Argument(help="A directory of checkpoints.")],
-    as_json: AsJson = False,
+    directory: Annotated[str, typer.Argument(help="A directory of checkpoints.")], as_json: AsJson = False
 ) -> None:
     """List the checkpoints of a directory, the newest last. Checksums are not read: see verify."""
     inspected = [(path, *_inspect(path, sums=False)) for path in checkpoints_at(directory)]
@@ -71,36 +70,22 @@ def list_(
         write_json([_document(*each) for each in inspected])
         return
     best = best_of([(path, manifest) for path, manifest, wrong in inspected if manifest is not None and not wrong])
-    rows = [("checkpoint", "step", "saved at", "size", "stages", "schedule", "processes", "")]
+    rows: list[tuple[str, ...]] = [("checkpoint", "step", "saved at", "size", "stages", "schedule", "processes", "")]
     for path, manifest, wrong in inspected:
         if manifest is None:
             rows.append((path.name, "", "", "", "", "", "", wrong[0]))
             continue
-        layout = manifest.layout
-        rows.append(
-            (
-                path.name,
-                str(manifest.step),
-                manifest.saved_at,
-                bytes_text(manifest.bytes),
-                str(layout.get("stages", "")),
-                str(layout.get("schedule", "")),
-                str(layout.get("processes", "")),
-                wrong[0] if wrong else f"complete{_scored(manifest, path == best)}",
-            )
-        )
+        layout = [str(manifest.layout.get(name, "")) for name in ("stages", "schedule", "processes")]
+        score = "" if manifest.score is None else f", score {manifest.score:.4f}{', the best' if path == best else ''}"
+        state = wrong[0] if wrong else f"complete{score}"
+        rows.append((path.name, str(manifest.step), manifest.saved_at, bytes_text(manifest.bytes), *layout, state))
     write(table(rows, left=range(len(rows[0]))))
-
-
-def _scored(manifest: Manifest, best: bool) -> str:
-    return "" if manifest.score is None else f", score {manifest.score:.4f}{', the best' if best else ''}"
 
 
 @checkpoint.command("verify", short_help="Read all of them and compare checksums.")
 @guarded
 def verify(
-    places: Annotated[list[str], typer.Argument(help="Checkpoints, or directories of them.")],
-    as_json: AsJson = False,
+    places: Annotated[list[str], typer.Argument(help="Checkpoints, or directories of them.")], as_json: AsJson = False
 ) -> None:
     """Read every byte of checkpoints and compare checksums; exit code 1 where one is damaged."""
     inspected = []
@@ -127,17 +112,17 @@ def export(
     source: One,
     out: Annotated[str, typer.Argument(help="A new directory, or a file that ends in .safetensors.")],
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="Write floating-point tensors as float32, float16 or bfloat16.")
+        str | None, option("Write floating-point tensors as float32, float16 or bfloat16.", "--dtype")
     ] = None,
     file_size: Annotated[
-        str | None, typer.Option("--file-size", help="The most that one file holds, such as 5GB; else one file.")
+        str | None, option("The most that one file holds, such as 5GB; else one file.", "--file-size")
     ] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="Add LoRA adapters to the weights; else they alone.")] = False,
+    merge: Annotated[bool, option("Add LoRA adapters to the weights; else they alone.", "--merge")] = False,
     tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", help="A folder with a tokenizer; else that of the model's folder.")
+        str | None, option("A folder with a tokenizer; else that of the model's folder.", "--tokenizer")
     ] = None,
     averages: Annotated[
-        bool, typer.Option("--ema", help="Write the moving averages of the weights (training.ema), not the weights.")
+        bool, option("Write the moving averages of the weights (training.ema), not the weights.", "--ema")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -164,9 +149,7 @@ def export(
 
 
 def _auto_class(folder: Path) -> str:
-    """Return the class of transformers that loads the model with what its configuration names, such as a language
-    model.
-    """
+    """Return the class of transformers that loads the model as what its configuration names: a language model, say."""
     try:
         named = read_json(folder / "config.json").get("architectures")
     except OSError:
@@ -188,7 +171,7 @@ def diff(
     one: One,
     other: One,
     everything: Annotated[
-        bool, typer.Option("--all", help="Also compare what processes keep: generators, data, scheduler.")
+        bool, option("Also compare what processes keep: generators, data, scheduler.", "--all")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

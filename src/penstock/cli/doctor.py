@@ -9,20 +9,15 @@ from typing import Annotated
 import typer
 
 from penstock.cli.output import guarded, working, write, write_json
-from penstock.cli.source import AsJson, whole
+from penstock.cli.source import AsJson, count, option
 from penstock.view.figures import counted
 from penstock.writing import write_whole
 
-Ranks = Annotated[
-    int | None,
-    typer.Option("--ranks", "-r", parser=whole(2), metavar="N", help="The most ranks (default: devices, up to 8)."),
-]
-Families = Annotated[
-    str | None, typer.Option("--families", metavar="NAME,NAME", help="Only these families (default: all).")
-]
-Out = Annotated[Path, typer.Option("--out", metavar="FILE", help="Where everything is written, to attach to an issue.")]
+Ranks = Annotated[int | None, count("The most ranks (default: devices, up to 8).", "--ranks", "-r", least=2)]
+Families = Annotated[str | None, option("Only these families (default: all).", "--families", metavar="NAME,NAME")]
+Out = Annotated[Path, option("Where everything is written, to attach to an issue.", "--out", metavar="FILE")]
 ClusterOut = Annotated[
-    Path | None, typer.Option("--cluster", metavar="FILE", help="Write this machine as a cluster for penstock plan.")
+    Path | None, option("Write this machine as a cluster for penstock plan.", "--cluster", metavar="FILE")
 ]
 
 
@@ -59,15 +54,11 @@ def doctor(
     write_whole(out, json.dumps(examination.document(), indent=2) + "\n")
     if cluster is not None and (text := examination.cluster()) is not None:
         write_whole(cluster, text)
+    count, failed = len(findings), len(examination.failed)
     if as_json:
         write_json(examination.document())
     else:
-        failed = len(examination.failed)
-        verdict = (
-            f"{counted(failed, 'check')} of {len(findings)} failed"
-            if failed
-            else f"{len(findings)} checks, none failed"
-        )
+        verdict = f"{counted(failed, 'check')} of {count} failed" if failed else f"{count} checks, none failed"
         write(f"{verdict}; everything that is known is in {out}")
-    if examination.failed:
+    if failed:
         raise typer.Exit(1)

@@ -6,24 +6,22 @@ import math
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from penstock.checkpoint.disk.manifest import BEST, find_checkpoint
 from penstock.cli.output import guarded, working, write, write_json
-from penstock.cli.source import AsJson, count
+from penstock.cli.source import AsJson, count, option
 from penstock.cli.train import Items, Trust, load_items
 from penstock.tools.train.config.source import require_trust
 
 Checkpoint = Annotated[
     str | None,
-    typer.Option(
-        metavar="FOLDER|best",
-        help="A checkpoint, or a run's folder (default: the newest of `output`); best: of `output`, that of the "
+    option(
+        "A checkpoint, or a run's folder (default: the newest of `output`); best: of `output`, that of the "
         "lowest validation loss.",
+        metavar="FOLDER|best",
     ),
 ]
 Averages = Annotated[
-    bool, typer.Option("--ema/--no-ema", help="With training.ema: evaluate the average of the weights, or themselves.")
+    bool, option("With training.ema: evaluate the average of the weights, or themselves.", "--ema/--no-ema")
 ]
 Batches = Annotated[int, count("Batches to evaluate.")]
 

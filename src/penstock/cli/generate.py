@@ -9,7 +9,7 @@ import typer
 
 from penstock.checkpoint.disk.manifest import find_checkpoint
 from penstock.cli.output import guarded, working, write, write_json
-from penstock.cli.source import AsJson, whole
+from penstock.cli.source import AsJson, count, option
 from penstock.errors import UsageError
 from penstock.tools.train.launch.environment import prepare_environment
 from penstock.view.figures import visible
@@ -20,24 +20,18 @@ Place = Annotated[
         metavar="RUN|CHECKPOINT", help="A run's folder (its newest checkpoint; RUN/best: its best), or one."
     ),
 ]
-Prompts = Annotated[
-    list[str] | None, typer.Option("--prompt", help="What the text begins with; several times for several texts.")
-]
+Prompts = Annotated[list[str] | None, option("What the text begins with; several times for several texts.", "--prompt")]
 Chat = Annotated[
     list[str] | None,
-    typer.Option("--chat", metavar="TEXT", help="A question, written by the tokenizer's chat template; as --prompt."),
+    option("A question, written by the tokenizer's chat template; as --prompt.", "--chat", metavar="TEXT"),
 ]
-Count = Annotated[int, typer.Option("--tokens", "-n", parser=whole(1), metavar="N", help="Tokens to add to each.")]
-Temperature = Annotated[str, typer.Option(help="0: always the likeliest token; 1: as the model says.")]
-Greedy = Annotated[bool, typer.Option("--greedy", help="Always the likeliest token, as --temperature 0.")]
-TopK = Annotated[
-    int | None, typer.Option("--top-k", parser=whole(1), metavar="K", help="Choose among the K likeliest.")
-]
-TopP = Annotated[
-    str | None, typer.Option("--top-p", metavar="SHARE", help="Choose among the likeliest that make up this share.")
-]
-Seed = Annotated[int, typer.Option(parser=whole(0), metavar="N", help="Another seed gives another text.")]
-Threads = Annotated[int | None, typer.Option("--threads", parser=whole(1), metavar="N", help="Cores to compute on.")]
+Count = Annotated[int, count("Tokens to add to each.", "--tokens", "-n")]
+Temperature = Annotated[str, option("0: always the likeliest token; 1: as the model says.")]
+Greedy = Annotated[bool, option("Always the likeliest token, as --temperature 0.", "--greedy")]
+TopK = Annotated[int | None, count("Choose among the K likeliest.", "--top-k", metavar="K")]
+TopP = Annotated[str | None, option("Choose among the likeliest that make up this share.", "--top-p", metavar="SHARE")]
+Seed = Annotated[int, count("Another seed gives another text.", least=0)]
+Threads = Annotated[int | None, count("Cores to compute on.", "--threads")]
 
 
 @guarded

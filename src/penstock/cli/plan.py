@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.output import guarded, working, write, write_json
-from penstock.cli.source import AsJson, whole
+from penstock.cli.source import AsJson, count, option
 from penstock.cli.train import Trust, load_items
 from penstock.errors import UsageError
 from penstock.tools.train.config.source import require_trust
@@ -30,27 +30,18 @@ Items = Annotated[
     ),
 ]
 ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", "-c", metavar="FILE", help="The cluster, TOML; examples/clusters/ has some.")
+    Path | None, option("The cluster, TOML; examples/clusters/ has some.", "--cluster", "-c", metavar="FILE")
 ]
-Here = Annotated[bool, typer.Option("--here", help="Plan for this machine; costs are measured, on processes.")]
-Devices = Annotated[
-    int | None, typer.Option("--devices", parser=whole(1), metavar="N", help="With --here: processes (default: cores).")
-]
-From = Annotated[
-    str | None, typer.Option("--from", metavar="RUN", help="The folder of a run that calibrates the efficiency.")
-]
-Check = Annotated[
-    str | None, typer.Option("--check", metavar="RUN", help="Compare a run with its prediction, and plan again.")
-]
-Batch = Annotated[int | None, typer.Option("--batch", parser=whole(1), metavar="ROWS", help="Rows of a step.")]
-Sequence = Annotated[int | None, typer.Option("--sequence", parser=whole(1), metavar="N", help="Tokens of a row.")]
+Here = Annotated[bool, option("Plan for this machine; costs are measured, on processes.", "--here")]
+Devices = Annotated[int | None, count("With --here: processes (default: cores).", "--devices")]
+From = Annotated[str | None, option("The folder of a run that calibrates the efficiency.", "--from", metavar="RUN")]
+Check = Annotated[str | None, option("Compare a run with its prediction, and plan again.", "--check", metavar="RUN")]
+Batch = Annotated[int | None, count("Rows of a step.", "--batch", metavar="ROWS")]
+Sequence = Annotated[int | None, count("Tokens of a row.", "--sequence")]
 Save = Annotated[
-    Path | None,
-    typer.Option("--save", metavar="FILE", help="Write the best plan's configuration, and its schedule beside it."),
+    Path | None, option("Write the best plan's configuration, and its schedule beside it.", "--save", metavar="FILE")
 ]
-Number = Annotated[
-    int, typer.Option("--number", parser=whole(1), metavar="N", help="With --save: another plan than the best.")
-]
+Number = Annotated[int, count("With --save: another plan than the best.", "--number")]
 
 
 @guarded
@@ -93,7 +84,7 @@ def plan(
     config = _config(items, trust)
     with working("planning"):
         from penstock.planner.plan import plan as make_plans  # loads torch
-        from penstock.planner.text import plans_document, plans_text
+        from penstock.planner.plans import plans_document, plans_text
 
         plans = make_plans(config, cluster, batch=batch, sequence=sequence, run=source, devices=devices, trust=trust)
     document = plans_document(plans)

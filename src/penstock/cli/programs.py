@@ -83,13 +83,8 @@ def started(
 
     before = {number: signal.signal(number, leave) for number in asking()}
     try:
-        with subprocess.Popen(
-            command,
-            env=_environment(Path(command[1]).parent, environment),
-            stdin=subprocess.DEVNULL,
-            process_group=0,
-            **streams,
-        ) as program:
+        own = _environment(Path(command[1]).parent, environment)
+        with subprocess.Popen(command, env=own, stdin=subprocess.DEVNULL, process_group=0, **streams) as program:
             try:
                 yield program
             finally:

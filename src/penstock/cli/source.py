@@ -45,9 +45,14 @@ def whole(least: int) -> Callable[[str], int]:
     return number
 
 
+def option(help: str, *names: str, **more: Any) -> Any:
+    """Make an option; it is called as its parameter unless names are given."""
+    return typer.Option(*names, help=help, **more)
+
+
 def count(help: str, *names: str, least: int = 1, metavar: str = "N") -> Any:
-    """Make an option that is a whole number; it is called as its parameter unless names are given."""
-    return typer.Option(*names, parser=whole(least), metavar=metavar, help=help)
+    """Make an option that is a whole number of at least `least`."""
+    return option(help, *names, parser=whole(least), metavar=metavar)
 
 
 def complete_source(incomplete: str) -> list[str]:
@@ -64,7 +69,7 @@ Source = Annotated[
         autocompletion=complete_source,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+AsJson = Annotated[bool, option("Print JSON, for programs.", "--json")]
 Steps = Annotated[int, count("Steps that ranks run back to back, without waiting for each other in between.")]
 
 

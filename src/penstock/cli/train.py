@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.output import guarded, terminal_width, working, write
+from penstock.cli.source import option
 from penstock.errors import UsageError
 from penstock.tools.train.config.consistent import check_consistent, check_model
 from penstock.tools.train.config.elastic import describe_layouts
@@ -19,10 +20,8 @@ from penstock.tools.train.config.paths import check_paths
 from penstock.tools.train.config.read import load_config
 from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.config.source import check_sending, functions_in, is_trusted, require_trust
-from penstock.tools.train.launch.entry import Job
-from penstock.tools.train.launch.environment import prepare_environment, start_fork_server
-from penstock.tools.train.launch.parent import die_with_parent
-from penstock.tools.train.launch.stopping import Stop, asking
+from penstock.tools.train.launch.environment import Job, prepare_environment, start_fork_server
+from penstock.tools.train.launch.stopping import Stop, asking, die_with_parent
 from penstock.tools.train.run.run_folder import RunFolder
 
 Items = Annotated[
@@ -33,15 +32,14 @@ Items = Annotated[
         show_default=False,
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the stages, the schedule and predictions, and stop.")]
+DryRun = Annotated[bool, option("Show the stages, the schedule and predictions, and stop.", "--dry-run")]
 Trust = Annotated[
-    bool,
-    typer.Option("--trust", help="Import the functions that a configuration names which you may not have written."),
+    bool, option("Import the functions that a configuration names which you may not have written.", "--trust")
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Resume from the newest checkpoint of the run in `output`.")]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Remove the run that is in `output`, and start over.")]
+Resume = Annotated[bool, option("Resume from the newest checkpoint of the run in `output`.", "--resume")]
+Fresh = Annotated[bool, option("Remove the run that is in `output`, and start over.", "--fresh")]
 
-Verbose = Annotated[bool, typer.Option("--verbose", help="Also show how the same run starts on several hosts.")]
+Verbose = Annotated[bool, option("Also show how the same run starts on several hosts.", "--verbose")]
 
 
 def load_items(

@@ -1,14 +1,15 @@
-"""Steps that add up to one batch: the share of each in the gradients, and its number of microbatches."""
+"""Batches of a trainer: steps that add up to one, their microbatches, and the first rows, to cut a model by."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.utils.data import DataLoader
+
+from penstock.checkpoint.generators import restore_generators, states_of_generators
 from penstock.pipeline import Pipeline
 from penstock.runtime.batch.microbatch import count_for
-
-__all__ = ["AccumulationScale", "take_count"]
 
 
 class AccumulationScale:
@@ -31,3 +32,11 @@ def take_count(
     count: int = pipe.deployment.replication.same_count(lambda: own or most)
     pipe.deployment.programs.take(count)
     return count
+
+
+def first_rows(dataset: Any, rows: int, collate: Callable[[Any], Any]) -> Any:
+    """Collate the first rows to a batch; random numbers stay as they were."""
+    before = states_of_generators()
+    batch = next(iter(DataLoader(dataset, batch_size=rows, collate_fn=collate)))
+    restore_generators(before)
+    return batch

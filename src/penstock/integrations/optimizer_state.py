@@ -2,13 +2,14 @@
 
 torch numbers parameters by their place in the groups of an optimizer. Each rank's optimizer has the same groups with
 fewer members, so that its numbers are others. Names join the two: a group of the whole model has its members in one
-order, whoever holds them. So a run can be resumed at any number of stages, or without any.
+order, whoever holds them. So a run can be resumed at any number of stages, or without any. The state of the model, as
+its library has saved it, goes into the stages by the same names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,6 @@ from penstock.checkpoint.named_tensors import name_of, names_by_parameter
 from penstock.errors import CheckpointError
 from penstock.pipeline import Pipeline
 from penstock.pipeline.model_state.carry import carry
-
-__all__ = ["OptimizerState"]
 
 CALL = "the state of the optimizer"
 
@@ -105,3 +104,25 @@ class OptimizerState:
     def _part(self, value: Any, parameter: nn.Parameter) -> Any:
         is_alike = isinstance(value, Tensor) and value.shape == parameter.shape
         return self._pipe.deployment.replication.part_of(value, parameter) if is_alike else value
+
+
+class Misfits(NamedTuple):
+    """As torch's own `load_state_dict` returns it."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def load_own(pipe: Pipeline, state: Mapping[str, Any]) -> Misfits:
+    """Load what the stages of this process hold; what `state` lacks stays as it was, and is told.
+
+    A tied weight may be there under any of its names.
+    """
+    first = pipe.state.first_names()
+    known = {first.get(name, name): value for name, value in state.items()}
+    own = pipe.state_dict()
+    every = {name for holding in pipe.deployment.staged.holdings() for name in holding.names.values()}
+    every |= {first.get(name, name) for name in every}
+    pipe.load_state_dict({name: known.get(first.get(name, name), value) for name, value in own.items()})
+    missing = [name for name in own if first.get(name, name) not in known]
+    return Misfits(missing, [name for name in state if name not in every])

@@ -82,6 +82,7 @@ class Batches:
         self._checked_keywords: set[frozenset[str]] = set()
         self._checked_loss_kwargs: set[frozenset[str]] = set()
         self._passed: set[str | int] = set()  # labels of `dims` that some call has had
+        self._pinned_reads: list[torch.Event] = []  # when devices have read what the user has pinned
         self._compared: set[bool] = set()  # whether ranks have compared a complete batch, of an evaluation, of a step
         self.set_loss(loss_fn)
 
@@ -227,13 +228,20 @@ class Batches:
         def moved(named: Iterable[tuple[Any, Any]]) -> Iterator[Any]:
             return (copied(value) if self._reads(rank, name) else value for name, value in named)
 
-        with copying(device) as copied:
+        with copying(device, self._pinned_reads) as copied:
             args = [tuple(moved(enumerate(each))) for each in batch.args]
             kwargs = [dict(zip(each, moved(each.items()), strict=True)) for each in batch.kwargs]
             targets, loss_kwargs = batch.targets, batch.loss_kwargs
             if self._is_last(rank):
                 targets, loss_kwargs = copied((targets, loss_kwargs))
         return Batch(args, kwargs, targets, loss_kwargs, batch.rows, batch.has_target)
+
+    def give_back(self) -> None:
+        """Wait until devices have read the batch: in pinned memory, the user may write the next one to its place."""
+        while self._pinned_reads:
+            read = self._pinned_reads.pop()
+            if not read.query():
+                read.synchronize()
 
     def _fingerprint(self, call: Call) -> FingerprintedBatch | None:
         """On processes: checksums of what this rank was given; of all numbers until a call of its kind succeeds."""

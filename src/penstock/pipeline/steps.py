@@ -86,6 +86,7 @@ class Steps:
                         run.reports = ranks.only.run(run.program, given[mine], start, together=True).reports()
                 finally:
                     del given  # An error that its own frame holds would keep the whole step alive.
+                self.batches.give_back()
             return self.batches.result(call, run.reports, run.program.microbatches)
 
     def end_here(self, run: Run) -> EndedStep:
@@ -99,6 +100,7 @@ class Steps:
                 run.ended = only.run(run.program, given[only.rank])
             finally:
                 del given  # An error that its own frame holds would keep the whole step alive.
+            self.batches.give_back()
         return run.ended
 
     def enter(self, entered: ExitStack, guards: Sequence[Guard], run: Run) -> None:

@@ -25,17 +25,16 @@ from penstock.schedule.builders import is_auto
 from penstock.tools.train.config.consistent import check_model, is_schedule_file, processes_of, stages_of
 from penstock.tools.train.config.read import read_config
 from penstock.tools.train.config.settings import TrainConfig
-from penstock.tools.train.run.account import optimizer_states
 from penstock.tools.train.run.flops import peak_flops
-from penstock.tools.train.run.memory import KINDS
+from penstock.tools.train.run.memory import KINDS, optimizer_states
 from penstock.tools.train.run.metrics import MOST_METRICS
 from penstock.tools.train.run.run_folder import RunFolder
 
 MOST_HELD = 2.0**60  # bytes of a process
-STEPS = 60  # how often the range of efficiencies is halved
-SPREAD_STEPS = 5  # fewer do not tell by how much steps differ
-SKIPPED = 3  # steps of a run in which libraries are still being loaded
-ABOVE_MEASURED = 4.0  # a peak that was measured once, on cores that others used as well, may be exceeded so far
+STEPS = 60  # How often the range of efficiencies is halved.
+SPREAD_STEPS = 5  # Fewer do not tell by how much steps differ.
+SKIPPED = 3  # Steps of a run in which libraries are still being loaded.
+ABOVE_MEASURED = 4.0  # A peak that was measured once, on cores that others used as well, may be exceeded so far.
 
 
 @dataclass(frozen=True)
@@ -44,15 +43,15 @@ class RecordedRun:
 
     folder: Path
     config: TrainConfig
-    seconds: float  # the median step
-    spread: float | None  # half of the middle 80 % of steps, as a share of the median; None: too few to tell
+    seconds: float  # The median step.
+    spread: float | None  # Half of the middle 80 % of steps, as a share of the median; None: too few to tell.
     memory: list[dict[str, Any]]
     timeline: Timeline | None
-    counts: list[int] | None = None  # modules of each stage, where the run has measured how to cut
-    mfu: float | None = None  # of the median step
+    counts: list[int] | None = None  # Modules of each stage, where the run has measured how to cut.
+    mfu: float | None = None  # MFU of the median step.
 
     def candidate(self, profile: Profile, cluster: Cluster) -> PlanCandidate:
-        """What was run, as a candidate with a price."""
+        """Return what was run, as a candidate with a price."""
         layers = sum(profile.counts_of(()))
         if self.counts is not None and profile.by_position and sum(self.counts) != layers:
             why = f"its stages have {sum(self.counts)} layers, and the model has {layers}"
@@ -61,7 +60,7 @@ class RecordedRun:
         return candidate_of(self.config, profile, cluster, self.counts, schedule)
 
     def predicted_seconds(self, candidate: PlanCandidate) -> float:
-        """The step of the run as a candidate prices it; gradients may be accumulated over several passes."""
+        """Price the step of the run, in which gradients may be accumulated over several passes."""
         return candidate.seconds + (self.config.training.accumulate - 1) * candidate.priced[0]
 
 
@@ -101,7 +100,7 @@ def _damaged(path: Path, why: object) -> UsageError:
 
 
 def _line(path: Path, text: str) -> dict[str, Any]:
-    """The figures of one step."""
+    """Read the figures of one step."""
     line: dict[str, Any] = parse_json(text, path, dict)
     for name in ("seconds", "mfu"):
         if line.get(name) is not None and not (is_float(line[name]) and 0 < line[name] < inf):
@@ -115,8 +114,8 @@ def _memory_rows(path: Path) -> list[dict[str, Any]]:
         raise _damaged(path, f"it does not list {', '.join(KINDS)} and process for each process")
     held = [value for row in rows for value in row.values() if value is not None]
     odd = [value for value in held if not (is_float(value) and 0 <= value < MOST_HELD)]
-    if odd or any(row["process"] is None for row in rows):
-        odd = odd or [None]
+    odd += [None for row in rows if row["process"] is None]
+    if odd:
         raise _damaged(path, f"a process holds {str(odd[0])[:40]} bytes")
     return rows
 
@@ -128,7 +127,7 @@ def candidate_of(
     counts: list[int] | None = None,
     schedule: Schedule | None = None,
 ) -> PlanCandidate:
-    """What a configuration runs, as a candidate with a price.
+    """Return what a configuration runs, as a candidate with a price.
 
     `counts` are the modules of each stage and `schedule` the one that ran, where a run has chosen these itself.
     """
@@ -161,7 +160,7 @@ def candidate_of(
 
 
 def _cuts_of(config: TrainConfig, profile: Profile, counts: list[int] | None) -> tuple[int, ...] | None:
-    """The units that stages 1, 2, ... begin with, if a configuration or a run states them."""
+    """Return the units that stages 1, 2, ... begin with, if a configuration or a run states them."""
     pipeline = config.pipeline
     counts = counts or (pipeline.balance if isinstance(pipeline.balance, list) else None)
     names = [unit.name for unit in profile.one]
@@ -173,7 +172,7 @@ def _cuts_of(config: TrainConfig, profile: Profile, counts: list[int] | None) ->
 
 
 def calibrate(cluster: Cluster, profile: Profile, run: RecordedRun, most: float = 1.0) -> Cluster:
-    """The cluster with the efficiency, of `most`, at which a step of the run is predicted to take what it took."""
+    """Find the efficiency, up to `most`, at which a step of the run is predicted to take what it took."""
 
     def predicted(efficiency: float) -> float:
         return run.predicted_seconds(run.candidate(profile, cluster.at(efficiency)))
@@ -202,19 +201,17 @@ def calibrate(cluster: Cluster, profile: Profile, run: RecordedRun, most: float 
 
 
 def from_run(run: RecordedRun, profile: Profile, cluster: Cluster | None = None) -> Cluster:
-    """A cluster calibrated by a run, and where the run was if none is stated.
+    """Calibrate a cluster by a run, or where the run was if none is stated.
 
     Its error bar is the spread of the run's steps, 5 % at least; of a few steps, the cluster's own.
     """
-    if cluster is None:
-        found = calibrate(cluster_of(run, profile, free_memory()), profile, run, ABOVE_MEASURED)
-    else:
-        found = calibrate(cluster, profile, run)
+    here = cluster_of(run, profile, free_memory()) if cluster is None else cluster
+    found = calibrate(here, profile, run, ABOVE_MEASURED if cluster is None else 1.0)
     return found if run.spread is None else replace(found, error=min(1.0, max(0.05, run.spread)))
 
 
 def cluster_of(run: RecordedRun, profile: Profile, memory: float) -> Cluster:
-    """This machine as a run has had it: each process with its share of the memory, and the peak that its MFU is of."""
+    """Describe this machine as a run has had it: its share of the memory per process, and the peak of its MFU."""
     processes = processes_of(run.config)
     if run.mfu:
         peak = run.config.data.batch * profile.model_flops / (run.seconds * run.mfu * processes)

@@ -19,9 +19,10 @@ from penstock.schedule import FAMILIES, Costs, Op, Placement, Schedule, build, f
 from penstock.schedule.timing.simulate import peak_memory, peaks_with_gradients
 from penstock.tools.train.run.memory import Memory
 
-ROUNDS, FEWEST = 3, 16  # as many microbatches as ranks, so often, and at least: after these a schedule repeats itself
-SMALL, SURE = 8, 0.8  # ranks of a schedule that tells what longer ones hold; the share of it that is counted on
-NEARLY = 0.9  # of what a schedule with fewer microbatches holds
+# After so many rounds of as many microbatches as ranks, and so many at least, a schedule repeats itself.
+ROUNDS, FEWEST = 3, 16
+SMALL, SURE = 8, 0.8  # Ranks of a schedule that tells what longer ones hold; the share of it that is counted on.
+NEARLY = 0.9  # The share that is counted on of what a schedule with fewer microbatches holds.
 Found = TypeVar("Found")
 
 
@@ -35,12 +36,12 @@ def _ops(name: str) -> frozenset[Op]:
 
 
 def splits_backward(name: str) -> bool:
-    """Whether a family has its backwards as I and W."""
+    """Return whether a family has its backwards as I and W."""
     return Op.I in _ops(name)
 
 
 def families_for(ranks: int, stages_per_rank: int, wanted: Sequence[str]) -> list[str]:
-    """The families among those wanted that train with so many stages per rank."""
+    """Return the families among those wanted that train with so many stages per rank."""
     if ranks == 1:
         return ["1f1b"]
     takes = {"block": stages_per_rank == 1, "v": stages_per_rank == 2, "loop": stages_per_rank > 1}
@@ -52,13 +53,13 @@ class PlanCandidate:
     """A layout with the rest of what a run has to choose."""
 
     pricing: Pricing
-    family: str  # or "searched"
+    family: str  # A family's name, or "searched".
     stages_per_rank: int
     microbatches: int
     recompute: bool
-    cuts: tuple[int, ...]  # the units that stages 1, 2, ... begin with
-    states: float  # numbers that the optimizer keeps per parameter
-    searched: Schedule | None = None  # a schedule that no family has
+    cuts: tuple[int, ...]  # The units that stages 1, 2, ... begin with.
+    states: float  # Numbers that the optimizer keeps per parameter.
+    searched: Schedule | None = None  # A schedule that no family has.
     accumulated: bool = False  # Several passes add up gradients: each keeps a copy of what it found.
 
     @property
@@ -88,10 +89,10 @@ class PlanCandidate:
         return [[stages[stage] for stage in placement.stages_of(rank)] for rank in range(self.layout.pp)]
 
     def _once(self, what: str, find: Callable[[], Found]) -> Found:
-        """A figure that families with the same stages on each rank have in common."""
+        """Find a figure once for all families with the same stages on each rank."""
         if self.searched is not None:
             return find()
-        split = self.is_measured and self.split  # counted times are the same
+        split = self.is_measured and self.split  # Times that are counted are the same.
         key = what, self.cuts, self.family if what == "bound" else FAMILIES[self.family].layout, split, self.recompute
         if key not in self.pricing.shared:
             self.pricing.shared[key] = find()
@@ -122,7 +123,7 @@ class PlanCandidate:
         priced = self.pricing.costs(self.stages, self.recompute)
         if known is None:
             return priced
-        return replace(priced, latency=0.0, bandwidth=None, bytes=0.0, hop=known.costs.hop)  # as it was measured
+        return replace(priced, latency=0.0, bandwidth=None, bytes=0.0, hop=known.costs.hop)  # It was measured.
 
     @property
     def bound(self) -> float:
@@ -143,7 +144,7 @@ class PlanCandidate:
         return most + sum(self.around)
 
     def _warm_up(self, cap: int) -> float:
-        """Seconds that the first rank takes at least if it holds no more than `cap` microbatch-stages.
+        """Bound the seconds of the first rank from below, if it holds no more than `cap` microbatch-stages.
 
         A stage's first gradient comes when a microbatch has been through all stages and back. Until then the rank gives
         back nothing of that stage and of those before it, so no more than `cap` forwards of these have run, and what
@@ -218,11 +219,11 @@ class PlanCandidate:
         return found
 
     def _extra(self, own: Sequence[StageCosts]) -> float:
-        """Bytes that a rank needs for a moment, in addition to what its schedule holds."""
+        """Count bytes that a rank needs for a moment, in addition to what its schedule holds."""
         return max(each.extra + (each.burst if self.recompute else 0.0) for each in own)
 
     def needs_more_than(self, room: float) -> float:
-        """How many bytes the fullest rank needs beyond `room`, nearly at least, and 0 where that is not sure.
+        """Return how many bytes the fullest rank needs beyond `room`, nearly at least, and 0 where that is not sure.
 
         It is found out on schedules that are cheaper than its own: of a few ranks, then of a few microbatches.
         """
@@ -234,7 +235,7 @@ class PlanCandidate:
             first = self.pricing.memory(own, kept + self._extra(own), self.states).process
             if first > room:
                 return first - room
-        if self.microbatches <= ranks or not _grows(self.family):  # its own are not much longer
+        if self.microbatches <= ranks or not _grows(self.family):  # The schedule itself is not much longer.
             return 0.0
         found = max(
             self.pricing.memory(own, alone, self.states, NEARLY * both).process
@@ -256,12 +257,12 @@ class PlanCandidate:
         return _simulated(self.family, self.layout.pp, self.microbatches, self.stages_per_rank, self.costs)
 
     def schedule(self) -> Schedule:
-        """The schedule that is run."""
+        """Return the schedule that is run."""
         return self.searched or _schedule(self.family, self.layout.pp, self.microbatches, self.stages_per_rank)
 
 
 def _different(owned: list[list[StageCosts]]) -> list[list[StageCosts]]:
-    """Ranks of which no other has the very same stages."""
+    """Return the ranks of which no other has the very same stages."""
     return list({tuple(map(id, own)): own for own in owned}.values())
 
 
@@ -277,7 +278,7 @@ def _schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int) ->
 
 @cache
 def default_families() -> tuple[str, ...]:
-    """The families that train, but for those that another one of the same kind beats in both time and memory."""
+    """Return the families that train, but those that another one of the same kind beats in both time and memory."""
     found = {}
     for name, entry in FAMILIES.items():
         if _ops(name) & {Op.B, Op.W}:
@@ -299,20 +300,20 @@ def default_families() -> tuple[str, ...]:
 
 @cache
 def _in_flight(name: str, stages_per_rank: int) -> float:
-    """Microbatches that the first of a few ranks holds between forward and backward, as a share of the ranks."""
+    """Count what the first of a few ranks holds between forward and backward: microbatches, as a share of the ranks."""
     costs = Costs(activation=1 / stages_per_rank / SMALL, held=0.0)
     return peak_memory(_schedule(name, SMALL, ROUNDS * SMALL, stages_per_rank), costs)[0]
 
 
 @cache
 def _grows(name: str) -> bool:
-    """Whether a family holds more the more microbatches there are, however many."""
+    """Return whether a family holds more the more microbatches there are, however many."""
     peaks = [max(peak_memory(_schedule(name, SMALL, rounds * SMALL, 2), Costs(held=0.5))) for rounds in (3, 4)]
     return peaks[0] != peaks[1]
 
 
 def _few(ranks: int, microbatches: int) -> tuple[int, ...]:
-    """How many microbatches are looked at: all, or two numbers of them that are one round apart."""
+    """Choose how many microbatches are looked at: all, or two numbers of them that are one round apart."""
     few = max(ROUNDS * ranks, FEWEST)
     if microbatches <= few + ranks:
         return (microbatches,)
@@ -330,7 +331,7 @@ def _peaks(
     gradients: tuple[float, ...],
     early: tuple[float, ...],
 ) -> list[tuple[float, float]]:
-    """The peak memory of each rank of a family's schedule: of activations, and of these and gradients at one time."""
+    """Find the peak memory of each rank of a family's schedule: of activations, and of these and gradients at once."""
     counts = _few(ranks, microbatches)
     if not _grows(name):
         counts = counts[:1]
@@ -346,7 +347,7 @@ def _peaks(
 
 @lru_cache(maxsize=4096)
 def _simulated(name: str, ranks: int, microbatches: int, stages_per_rank: int, costs: Costs) -> tuple[float, float]:
-    """(makespan, idle share) of a family's schedule with so many microbatches."""
+    """Find the makespan and the idle share of a family's schedule with so many microbatches."""
     counts = _few(ranks, microbatches)
     found = [simulate(_schedule(name, ranks, count, stages_per_rank), costs) for count in counts]
     last, rounds = found[-1], (microbatches - counts[-1]) / ranks

@@ -110,5 +110,5 @@ class Cluster:
         return found
 
     def at(self, efficiency: float) -> Cluster:
-        """The same with another efficiency."""
+        """Return the same with another efficiency."""
         return replace(self, device=replace(self.device, efficiency=efficiency))

@@ -10,10 +10,9 @@ from penstock.planner.calibration import RecordedRun, from_run, read_run
 from penstock.planner.cluster import Cluster
 from penstock.planner.fake_model import profile_config
 from penstock.planner.plan import stated_cluster
-from penstock.planner.plans import Plan, Plans
+from penstock.planner.plans import Plan, Plans, plan_document, plans_document, ranking_table
 from penstock.planner.profile import PENSTOCK
 from penstock.planner.ranking import make_plan, rank_plans
-from penstock.planner.text import plan_document, plans_document, ranking_table
 from penstock.planner.writing import priced_settings
 from penstock.rules import is_float
 from penstock.schedule.files.drawing import table
@@ -25,12 +24,12 @@ from penstock.view.figures import percent, time_text
 class Comparison:
     """A run beside its prediction; figures by name: seconds, the idle share, bytes of the fullest rank."""
 
-    plan: Plan  # what was run, with what a plan says of it
+    plan: Plan  # What was run, with what a plan says of it.
     measured: dict[str, float]
     predicted: dict[str, float]
-    plans: Plans  # what is best, now that the run is known
-    basis: str  # what the prediction is from, in words
-    spread: float | None  # of the run's steps, as a share: half of the middle 80 %; None: too few to tell
+    plans: Plans  # What is best, now that the run is known.
+    basis: str  # What the prediction is from, in words.
+    spread: float | None  # The spread of the run's steps, see RecordedRun.
 
     @property
     def errors(self) -> dict[str, float]:
@@ -57,7 +56,7 @@ def compare_run(path: str | Path, cluster: Cluster | str | Path | None = None, *
     saved, basis = _saved(run)
     if known is not None:
         basis = f"predicted on {known.name}"
-        del predicted["process"]  # of another machine, it is not known what libraries take
+        del predicted["process"]  # What libraries take on another machine is not known.
     elif saved is not None:
         predicted = saved
     measured = {"step": run.seconds}
@@ -72,7 +71,7 @@ def compare_run(path: str | Path, cluster: Cluster | str | Path | None = None, *
 
 
 def _saved(run: RecordedRun) -> tuple[dict[str, float] | None, str]:
-    """What was predicted when the run was planned, where that was this configuration; and what is compared instead."""
+    """Return what was predicted when the run was planned, where that was this configuration; and what is compared."""
     itself = "the efficiency is the one that predicts this run's own step, whose error says nothing"
     saved = dict(run.config.prediction)
     if not saved:
@@ -84,20 +83,13 @@ def _saved(run: RecordedRun) -> tuple[dict[str, float] | None, str]:
 
 
 def comparison_document(found: Comparison) -> dict[str, Any]:
-    """A comparison for a program."""
-    return {
-        "plan": plan_document(found.plan),
-        "predicted": found.predicted,
-        "measured": found.measured,
-        "basis": found.basis,
-        "spread": found.spread,
-        "errors": found.errors,
-        "next": plans_document(found.plans),
-    }
+    """Return a comparison for a program."""
+    figures = {name: getattr(found, name) for name in ("predicted", "measured", "basis", "spread", "errors")}
+    return {"plan": plan_document(found.plan), **figures, "next": plans_document(found.plans)}
 
 
 def comparison_text(found: Comparison) -> str:
-    """A comparison as tables and sentences."""
+    """Return a comparison as tables and sentences."""
     errors = found.errors
     rows = [("", "predicted", "measured", "error")]
     for name, value in found.measured.items():

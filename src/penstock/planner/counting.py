@@ -21,14 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 aten: Any = torch.ops.aten
-FLASH, FLASH_BACKWARD = (
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-)
+FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
+FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 CONVOLUTION, CONVOLUTION_BACKWARD = aten.convolution.default, aten.convolution_backward.default
-GROUPED = aten._grouped_mm.default  # the products of experts
-ALIKE = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution)  # products of tensors of one type
-LOOKUP = (aten.embedding.default,)
+GROUPED = aten._grouped_mm.default  # The products of experts.
+ALIKE = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution)  # Products of tensors of one type.
+LOOKUP = aten.embedding.default
 CASTS = (aten._to_copy.default, aten.t.default, aten.detach.default, aten.view.default, aten.transpose.int)
 
 
@@ -46,7 +44,7 @@ class Amount:
             self.common += value
 
     def at(self, tp: int, everything: bool = False) -> float:
-        """What one of `tp` ranks has of it; `everything`: also of what is not divided (along the sequence, say)."""
+        """Return what one of `tp` ranks has of it; `everything`: also of what is not divided (along the sequence)."""
         return (self.common + self.divided) / tp if everything else self.common + self.divided / tp
 
 
@@ -55,23 +53,23 @@ class OperationCounts:
     """What was counted between two marks."""
 
     flops: Amount = field(default_factory=Amount)
-    attention: Amount = field(default_factory=Amount)  # of these, in attention that is one kernel
-    weight_flops: Amount = field(default_factory=Amount)  # of products with parameters that are trained, in a forward
-    traffic: Amount = field(default_factory=Amount)  # bytes that products write, and others read and write
-    summed: float = 0.0  # bytes of tensors that the ranks of a tensor-parallel axis add up
-    gathered: float = 0.0  # and of those that they gather
+    attention: Amount = field(default_factory=Amount)  # Those of attention that is one kernel.
+    weight_flops: Amount = field(default_factory=Amount)  # Products with trained parameters, in a forward.
+    traffic: Amount = field(default_factory=Amount)  # Bytes that products write, and others read and write.
+    summed: float = 0.0  # Bytes of tensors that the ranks of a tensor-parallel axis add up.
+    gathered: float = 0.0  # Bytes of those that they gather.
     collectives: int = 0
-    shapes: tuple[tuple[float, float, float], ...] = ()  # of weights: flops of one row, dimensions divided and whole
-    deferred: Amount = field(default_factory=Amount)  # bytes that a backward for weights needs, if it comes later
-    copies: Amount = field(default_factory=Amount)  # bytes of parameters cast to another type
-    spared: float = 0.0  # floating-point operations that causal attention leaves out
-    keys: float = 0.0  # bytes of keys and values of attention
-    live: Amount = field(default_factory=Amount)  # at the end of it
-    peak: float = 0.0  # the most bytes alive, everything counted whole
-    peak_divided: float = 0.0  # and how many of them were divided then
+    shapes: tuple[tuple[float, float, float], ...] = ()  # By weight: flops of a row, dimensions divided and whole.
+    deferred: Amount = field(default_factory=Amount)  # Bytes that a backward for weights needs, if it comes later.
+    copies: Amount = field(default_factory=Amount)  # Bytes of parameters cast to another type.
+    spared: float = 0.0  # Floating-point operations that causal attention leaves out.
+    keys: float = 0.0  # Bytes of keys and values of attention.
+    live: Amount = field(default_factory=Amount)  # Bytes alive at the end of it.
+    peak: float = 0.0  # The most bytes alive, everything counted whole.
+    peak_divided: float = 0.0  # How many of them were divided then.
 
     def thinness(self, tp: int) -> float:
-        """One over the smaller dimension of the weights that a rank multiplies with, on average over the products."""
+        """Compute 1 / (smaller dimension of the weights that a rank multiplies with), on average over the products."""
         whole = sum(flops for flops, _, _ in self.shapes)
         return sum(flops / min(split / tp, other) for flops, split, other in self.shapes) / whole if whole else 0.0
 
@@ -90,18 +88,17 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, trained: Mapping[int, bool], styles: Mapping[int, str], *, shares: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.backward = False
-        self._trained, self._shares = dict(trained), shares
-        self._styles = dict(styles)
-        self._shapes: set[tuple[int, ...]] = set()  # of divided weights whose gradient is made of whole tensors
+        self._trained, self._styles, self._shares = dict(trained), dict(styles), shares
+        self._shapes: set[tuple[int, ...]] = set()  # Divided weights whose gradient is made of whole tensors.
         self._alive: dict[int, tuple[float, bool]] = {}
         self._live = Amount()
-        self._read: set[int] = set()  # inputs of colwise layers
-        self._second: set[int] = set()  # parameters of further layers that read one of them
+        self._read: set[int] = set()  # Inputs of colwise layers.
+        self._second: set[int] = set()  # Parameters of further layers that read one of them.
         self._deferred: set[int] = set()
         self.part = OperationCounts()
 
     def mark(self) -> OperationCounts:
-        """What was counted since the last mark."""
+        """Return what was counted since the last mark."""
         part, self.part = self.part, OperationCounts()
         part.live = Amount(self._live.common, self._live.divided)
         self.part.peak, self.part.peak_divided = self._live.common + self._live.divided, self._live.divided
@@ -123,7 +120,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count an operation that has run."""
         before = [key_of(each) for each in inputs]
         known = [(each.dim(), key) for each, key in zip(inputs, before, strict=True) if key in self._trained]
-        parameter = max(known)[1] if known else None  # of a product its matrix, not its bias
+        parameter = max(known)[1] if known else None  # A product has a matrix and perhaps a bias: the matrix counts.
         if parameter is not None and func in CASTS and len(inputs) == 1:
             self._inherit(outputs[0], parameter)
             return
@@ -140,9 +137,9 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 divided = self._product(func, parameter, style, flops, inputs, outputs[0], divided)
             if func in (FLASH, FLASH_BACKWARD):
                 self.part.attention.add(flops, divided)
-            else:  # its results are written when it has ended
+            else:  # Its results are written when it has ended.
                 self.part.traffic.add(sum(map(_bytes, outputs)), divided)
-        elif func in LOOKUP:
+        elif func is LOOKUP:
             size = _bytes(outputs[0])
             self.part.traffic.add(2 * size, False)
             if style is not None:
@@ -155,7 +152,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for each in outputs:
                 self.part.traffic.add(_bytes(each), divided)
         for each in outputs:
-            if key_of(each) not in before:  # or it is a view, or a gradient that was added to
+            if key_of(each) not in before:  # Else it is a view, or a gradient that was added to.
                 self._keep(each, divided)
 
     def _product(
@@ -168,7 +165,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output: Tensor,
         divided: bool,
     ) -> bool:
-        """A product with a parameter; whether its result is divided."""
+        """Count a product with a parameter; return whether its result is divided."""
         if not self.backward:
             other = next((each for each in inputs if key_of(each) not in self._trained), output)
             if style in ("colwise", "gathered"):
@@ -189,7 +186,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if style == "rowwise":
                 self._sum(output)
             elif style == "gathered":
-                self._see_shape(next(each for each in inputs if key_of(each) == parameter))
+                self._see_shape(weight)
                 self.part.gathered += _bytes(output)
                 self.part.collectives += 1
             return style == "colwise" or (divided and style is None)
@@ -207,7 +204,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.part.collectives += 1
 
     def _inherit(self, copy: Tensor, parameter: int) -> None:
-        """A cast or a view of a parameter stands for it; casts are kept for the whole step."""
+        """Let a cast or a view of a parameter stand for it; casts are kept for the whole step."""
         key = key_of(copy)
         if key not in self._trained:
             self._trained[key] = self._trained[parameter]
@@ -239,7 +236,7 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def key_of(tensor: Tensor) -> int:
-    """What tells the memory of a tensor from others' while it lives."""
+    """Return what tells the memory of a tensor from others' while it lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -263,28 +260,29 @@ def _check_types(func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None
 
 
 def _grouped(rows: Tensor, weights: Tensor, *ends: Tensor) -> Tensor:
-    """What a product of groups makes: without memory, torch has it for bfloat16 only."""
-    if rows.dim() == weights.dim() == 2:  # the gradient of the weights, one matrix per group
+    """Make the result of a product of groups: without memory, torch has it for bfloat16 only."""
+    if rows.dim() == weights.dim() == 2:  # This is the gradient of the weights, one matrix per group.
         return rows.new_empty(ends[0].shape[0], rows.shape[0], weights.shape[1])
     return rows.new_empty(*rows.shape[rows.dim() > weights.dim() : -1], weights.shape[-1])
 
 
 def _flops(func: Any, inputs: list[Tensor], args: Any, kwargs: dict[str, Any], found: Any) -> float | None:
-    """Floating-point operations of a product, None for what is no product; causal attention needs half of them."""
-    if func is FLASH:
-        whole = float(sdpa_flop_count(*(each.shape for each in inputs[:3])))  # type: ignore[no-untyped-call]
-        causal = len(args) > 4 and args[4]
-        return whole / 2 if causal else whole
-    if func is FLASH_BACKWARD:
-        whole = float(sdpa_backward_flop_count(*(each.shape for each in inputs[:4])))  # type: ignore[no-untyped-call]
-        causal = len(args) > 7 and args[7]
-        return whole / 2 if causal else whole
-    if func is CONVOLUTION_BACKWARD:  # each gradient takes as many as the forward; torch's formula does not know groups
+    """Count the operations of a product, None for what is no product; causal attention needs half of them."""
+    for flash, formula, tensors, place in (
+        (FLASH, sdpa_flop_count, 3, 4),
+        (FLASH_BACKWARD, sdpa_backward_flop_count, 4, 7),
+    ):
+        if func is flash:
+            causal = len(args) > place and args[place]
+            return float(formula(*(each.shape for each in inputs[:tensors]))) / (2 if causal else 1)
+    if (
+        func is CONVOLUTION_BACKWARD
+    ):  # Each gradient takes as many as the forward; torch's formula does not know groups.
         output, given, weight = (each.shape for each in inputs[:3])
         forward = conv_flop_count(given, weight, output, transposed=args[7])  # type: ignore[arg-type]
         return float(forward * sum(args[10][:2]))
     if func is GROUPED:
-        rows, weights = inputs[:2]  # each row meets the weights of one group
+        rows, weights = inputs[:2]  # Each row meets the weights of one group.
         groups = len(rows) if rows.dim() > weights.dim() else 1
         return 2.0 * rows.numel() * weights.shape[-1] / groups
     counted = flop_registry.get(func.overloadpacket)
@@ -292,7 +290,7 @@ def _flops(func: Any, inputs: list[Tensor], args: Any, kwargs: dict[str, Any], f
 
 
 def on_line(one: Any, two: Any, rows: float) -> Any:
-    """A figure for `rows` rows, from those for one row and for two: what grows with rows does so in proportion."""
+    """Extend a figure to `rows` rows, from those for one row and for two: what grows does so in proportion."""
     if isinstance(one, float) or (isinstance(one, int) and not isinstance(one, bool)):
         return max(0.0, one + (rows - 1) * (two - one))
     if not is_dataclass(one):

@@ -26,7 +26,8 @@ from penstock.parallel.tensor_parallel.tensor_plan import TensorPlan, plan_of
 from penstock.planner.cluster import Software
 from penstock.planner.counting import CannotCount, OperationCounter
 from penstock.planner.profile import Profile, Unit, owners_of_parameters, profile_model
-from penstock.tools.train.build import build_model, gpt_options
+from penstock.reading import NONSENSE
+from penstock.tools.train.build import build_model, freeze, gpt_options
 from penstock.tools.train.config.consistent import check_model
 from penstock.tools.train.config.device import precision_of
 from penstock.tools.train.config.settings import TrainConfig
@@ -34,28 +35,16 @@ from penstock.tools.train.config.source import HUGGINGFACE, is_function
 from penstock.tools.train.data.batches import open_data
 from penstock.tools.train.data.vocabulary import check_positions
 from penstock.tools.train.loss import StepLoss, build_loss
-from penstock.tools.train.models.freeze import freeze
-from penstock.tools.train.models.huggingface import folder_of, tensor_plan_of
+from penstock.tools.train.models.huggingface import configuration_of, folder_of, tensor_plan_of
 
-BUILT = 4  # of layers that repeat
-IN_MEMORY = "a module in memory"  # the source of a model that no configuration can name
+BUILT = 4  # Layers that are built, where more repeat.
+IN_MEMORY = "a module in memory"  # The source of a model that no configuration can name.
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DATA_DEPENDENT = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
-FAILURES = (  # what the code of a model raises
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,  # also for operations that fake tensors do not have
-    TypeError,
-    ValueError,
-)
 
 
 def profile_config(config: TrainConfig, software: Software) -> Profile:
-    """The profile of what a configuration trains."""
+    """Count what a configuration trains."""
     check_model(config)
     short, real = _shortened(config)
     half = HALVES.get(precision_of(config))
@@ -88,7 +77,7 @@ def profile_config(config: TrainConfig, software: Software) -> Profile:
 def profile_module(
     model: nn.Module | Callable[[], nn.Module], example: Any, config: TrainConfig, software: Software
 ) -> Profile:
-    """The profile of a module, or of what a function builds; rows are as `example` shows them."""
+    """Count a module, or what a function builds; rows are as `example` shows them."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     half = HALVES.get(precision_of(config))
     with fake:
@@ -122,7 +111,7 @@ def _named(what: str, model: nn.Module | None = None, remedy: str = "") -> Itera
         yield
     except PenstockError:
         raise
-    except FAILURES as error:
+    except (*NONSENSE, RuntimeError) as error:  # The latter also comes from operations that fake tensors do not have.
         frames = [frame for frame, _ in walk_tb(error.__traceback__)]
         if any(frame.f_code is OperationCounter.count.__code__ for frame in frames):
             raise
@@ -139,7 +128,7 @@ def _named(what: str, model: nn.Module | None = None, remedy: str = "") -> Itera
 
 
 def _place(model: nn.Module | None, frames: list[FrameType]) -> str:
-    """The innermost module that was running."""
+    """Name the innermost module that was running."""
     names = {} if model is None else {id(each): name for name, each in model.named_modules() if name}
     ran = [each for each in (frame.f_locals.get("self") for frame in frames) if id(each) in names]
     return f"in module {names[id(ran[-1])]!r} ({type(ran[-1]).__name__}): " if ran else ""
@@ -156,17 +145,16 @@ def _rows_like(value: Any, rows: int) -> Any:
 
 
 def _without_memory(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
-    """A copy whose parameters and buffers have shapes only."""
+    """Copy a model; the copy's parameters and buffers have shapes only."""
     known: dict[int, Any] = {}
     for each in (*model.parameters(), *model.buffers()):
         shape = fake.from_tensor(each.detach())
-        trained = each.requires_grad
-        known[id(each)] = nn.Parameter(shape, trained) if isinstance(each, nn.Parameter) else shape
+        known[id(each)] = nn.Parameter(shape, each.requires_grad) if isinstance(each, nn.Parameter) else shape
     return copy.deepcopy(model, known)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters and buffers in another type; what is tied stays so."""
+    """Cast parameters and buffers to another type; what is tied stays so."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -181,7 +169,7 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _tensor_plan(config: TrainConfig, model: nn.Module) -> tuple[TensorPlan | None, str]:
-    """How the model is divided over tp; or why no layout with tp is looked at, where no ready plan matches it."""
+    """Return how the model is divided over tp; or why no layout with tp is tried, where no ready plan matches it."""
     try:
         plan = plan_of(tensor_plan_of(config, model))
         if plan is not None:
@@ -194,7 +182,7 @@ def _tensor_plan(config: TrainConfig, model: nn.Module) -> tuple[TensorPlan | No
 
 
 def _example(config: TrainConfig, rows: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """A few rows, as the data would give them."""
+    """Make a few rows, as the data would give them."""
     if isinstance(config.data.source, str) and is_function(config.data.source) and config.data.format == "auto":
         batch = open_data(config).first()
         given = (batch.args, batch.kwargs, batch.target)
@@ -207,38 +195,26 @@ def _example(config: TrainConfig, rows: int) -> tuple[tuple[Any, ...], dict[str,
 
 
 def _shortened(config: TrainConfig) -> tuple[TrainConfig, int | None]:
-    """The same model with few of its equal layers, and how many it has; None where that is left as it is."""
+    """Return the same model with few of its equal layers, and how many it has; None where that is left as it is."""
     options, source = dict(config.model.options), config.model.source
-    model = replace(config.model, init="random")
+    model, count, name = replace(config.model, init="random"), None, "layers"
     if source == "gpt":
-        count: int | None = gpt_options(config).layers
-        name = "layers"
+        count = gpt_options(config).layers
     elif source.startswith(HUGGINGFACE) and not config.training.freeze:
-        shape = _shape_of(config)
-        count = getattr(shape, "num_hidden_layers", None)
-        name = "num_hidden_layers"
-        kinds = getattr(shape, "layer_types", None)
-        if count is None or (kinds and len(set(kinds)) > 1) or getattr(shape, "first_k_dense_replace", 0):
-            return replace(config, model=model), None
+        in_folder = folder_of(config) is not None
+        shape = configuration_of(replace(config, model=model if in_folder else replace(model, init=None)))
+        kinds, name = getattr(shape, "layer_types", None), "num_hidden_layers"
+        if not (kinds and len(set(kinds)) > 1) and not getattr(shape, "first_k_dense_replace", 0):
+            count = getattr(shape, name, None)
         if kinds:
             options["layer_types"] = list(kinds)[:BUILT]
-    else:
-        return replace(config, model=model), None
     if count is None or count <= BUILT:
         return replace(config, model=model), None
     return replace(config, model=replace(model, options={**options, name: BUILT})), count
 
 
-def _shape_of(config: TrainConfig) -> Any:
-    from penstock.tools.train.models.huggingface import configuration_of
-
-    return configuration_of(
-        replace(config, model=replace(config.model, init=None if folder_of(config) is None else "random"))
-    )
-
-
 def _lengthened(found: Profile, layers: int | None) -> Profile:
-    """With as many layers as the model has: the second of those that were built stands for those that were not."""
+    """Extend it to as many layers as the model has: the second that was built stands for those that were not."""
     if layers is None:
         return found
     names = [unit.name for unit in found.one]
@@ -247,11 +223,7 @@ def _lengthened(found: Profile, layers: int | None) -> Profile:
 
     def longer(units: tuple[Unit, ...]) -> tuple[Unit, ...]:
         middle = [replace(units[place], name=f"{stem[:-1]}{number}") for number in range(1, layers - 1)]
-        return (
-            *units[:place],
-            *middle,
-            replace(units[place + BUILT - 2], name=f"{stem[:-1]}{layers - 1}"),
-            *units[place + BUILT - 1 :],
-        )
+        last = replace(units[place + BUILT - 2], name=f"{stem[:-1]}{layers - 1}")
+        return (*units[:place], *middle, last, *units[place + BUILT - 1 :])
 
     return replace(found, one=longer(found.one), two=longer(found.two))

@@ -13,10 +13,11 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,10 @@ from penstock.tools.train.run.baseline import process_bytes
 from penstock.tools.train.run.flops import peak_flops
 from penstock.tools.train.updates.optimizer import build_optimizer
 
+COMPUTES = ("forward", "input", "weight")
 ROUNDS, WARM_UP = 7, 2
-OPEN = 8  # pipelines that take turns
-ERROR = 0.05  # of predictions, at least
+OPEN = 8  # Pipelines that take turns.
+ERROR = 0.05  # The error of predictions, at least.
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,13 @@ class MeasuredSetting:
     layout: MeshLayout
     rows: int
     cuts: tuple[int, ...]
-    counts: tuple[int, ...]  # modules of each stage
-    names: tuple[str, ...] | None  # of the modules that stages 1, 2, ... begin with; None: cut by counts
-    split: bool  # backwards as I and W
+    counts: tuple[int, ...]  # Modules of each stage.
+    names: tuple[str, ...] | None  # Modules that stages 1, 2, ... begin with; None: cut by counts.
+    split: bool  # Backwards come as I and W.
 
     @classmethod
     def of(cls, candidate: PlanCandidate) -> MeasuredSetting:
-        """What a candidate needs to have measured."""
+        """Return what a candidate needs to have measured."""
         pricing, cuts = candidate.pricing, candidate.cuts
         profile = pricing.profile
         names = None if profile.by_position else profile.names_of(cuts)
@@ -89,7 +91,7 @@ class MeasuredSetting:
 
 
 def settings_of(candidates: Iterable[PlanCandidate]) -> list[MeasuredSetting]:
-    """What candidates need to have measured, each setting once."""
+    """Return what candidates need to have measured, each setting once."""
     return list({setting.key: setting for setting in map(MeasuredSetting.of, candidates)}.values())
 
 
@@ -98,8 +100,8 @@ class MeasuredCosts:
     """The costs of one setting."""
 
     costs: Costs
-    around: float  # seconds of a step beside its pipeline
-    spread: float  # of steps, as a share
+    around: float  # Seconds of a step beside its pipeline.
+    spread: float  # How far steps differ, as a share.
 
 
 class MeasuredPricing(Pricing):
@@ -118,12 +120,12 @@ class MeasuredPricing(Pricing):
 
     @property
     def work(self) -> float:
-        return 0.0  # only stages are measured
+        return 0.0  # Only stages are measured.
 
     def cut(self, stages: int) -> tuple[int, ...] | None:
         cuts = super().cut(stages)
         if cuts is not None and self.known and not any(self.measured(cuts, split) for split in (False, True)):
-            return None  # it was not run
+            return None  # It was not run.
         return cuts
 
     def shares(self, cuts: tuple[int, ...], split: bool) -> dict[str, float]:
@@ -132,33 +134,31 @@ class MeasuredPricing(Pricing):
     def measured(self, cuts: Sequence[int], split: bool) -> MeasuredCosts | None:
         return self.known.get((self.layout, self.rows, tuple(cuts), split))
 
-    def _find_stages(self, cuts: tuple[int, ...], split: bool) -> list[StageCosts]:
-        found, counted = self.measured(cuts, split), super()._find_stages(cuts, split)
+    def stages(self, cuts: tuple[int, ...], split: bool) -> list[StageCosts]:
+        found, counted = self.measured(cuts, split), super().stages(cuts, split)
         if found is None:
             return counted
-        times = zip(
-            *(found.costs.per_stage(name, len(counted)) for name in ("forward", "input", "weight")), strict=True
-        )
-        return [
-            replace(each, forward=forward, again=forward, input=backward, weight=weight)
-            for each, (forward, backward, weight) in zip(counted, times, strict=True)
-        ]
+        key = "stages", cuts, split
+        if key not in self.shared:
+            times = (found.costs.per_stage(name, len(counted)) for name in COMPUTES)
+            self.shared[key] = [
+                replace(each, forward=forward, again=forward, input=backward, weight=weight)
+                for each, forward, backward, weight in zip(counted, *times, strict=True)
+            ]
+        measured: list[StageCosts] = self.shared[key]
+        return measured
 
 
 def this_machine(config: TrainConfig, code: Sequence[str] = (), devices: int | None = None) -> Cluster:
-    """This machine as a cluster: a device per core, or as many as are asked for, each with its share of the memory.
+    """Describe this machine as a cluster: a device per core, or as many as asked for, with its share of the memory.
 
     `code` are the modules of libraries that the model is from.
     """
     count = devices or len(os.sched_getaffinity(0))
-    # any layout may be chosen, so what torch loads for replicas and tensor parallelism counts where there are several
+    # Any layout may be chosen, so what torch loads for replicas and tensor parallelism counts where there are several.
     spread = replace(config, mesh=replace(config.mesh, replicas=2 if count > 1 else 1))
-    reserved = process_bytes(libraries_of(config), code, spread)
-    device = Device(
-        memory=free_memory() / count,
-        reserved=float(reserved),
-        holds_checkpoints=True,
-    )
+    reserved = float(process_bytes(libraries_of(config), code, spread))
+    device = Device(memory=free_memory() / count, reserved=reserved, holds_checkpoints=True)
     return Cluster(name="this machine", hosts=1, devices=count, device=device, error=ERROR)
 
 
@@ -182,7 +182,7 @@ def measure(
             raise RunError(f"a layout could not be measured here: {str(error).strip().splitlines()[-1]}") from None
         finally:
             for process in running.processes:
-                process.terminate()  # nothing where it has ended
+                process.terminate()  # This does nothing where it has ended.
                 process.join()
         found, peak = read_json(path / "measured.json", list)
     costs = [MeasuredCosts(Costs(**each["costs"]), each["around"], each["spread"]) for each in found]
@@ -190,11 +190,10 @@ def measure(
 
 
 def _rank(rank: int, world: int, threads: int, folder: str, config: Any, settings: Any, rounds: int) -> None:
-    """One process: all settings in groups, those of a group in turn."""
+    """Measure as one process: all settings in groups, those of a group in turn."""
     torch.set_num_threads(threads)
-    limit = timedelta(seconds=300)
-    place = f"file://{folder}/rendezvous"
-    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=world, timeout=limit)
+    meeting: Any = {"init_method": f"file://{folder}/rendezvous", "timeout": timedelta(seconds=300)}
+    dist.init_process_group("gloo", rank=rank, world_size=world, **meeting)
     found, peak = [], 0.0
     batch = open_data(config).first()
     for first in range(0, len(settings), OPEN):
@@ -228,37 +227,32 @@ class TimedPipeline:
         microbatches: int | None = None,
     ) -> None:
         layout, count = setting.layout, microbatches or setting.microbatches
-        self.setting = setting
-        names, rows = setting.names, setting.rows * count * layout.dp
-        config = run_config(
-            config, layout, setting.counts, names, schedule=family or setting.family, microbatches=count
-        )
+        self.setting, rows = setting, setting.rows * count * layout.dp
+        chosen: Any = {"schedule": family or setting.family, "microbatches": count}
+        config = run_config(config, layout, setting.counts, setting.names, **chosen)
         config = replace(config, data=replace(config.data, batch=rows))
         model, loss = build_model(config)
         mesh = make_mesh(layout.pp, layout.dp, layout.tp) if layout.dp * layout.tp > 1 else None
         share = _rows(batch, rows)
         own = share.share(0 if mesh is None else mesh.get_local_rank("dp"), layout.dp)
-        self.pipe: Pipeline = stack.enter_context(
-            build_pipeline(
-                config, model, loss, own, ranks=layout.pp, mesh=mesh, values=lambda _, tensor: tensor.zero_()
-            )
+        pipe = build_pipeline(
+            config, model, loss, own, ranks=layout.pp, mesh=mesh, values=lambda _, tensor: tensor.zero_()
         )
+        self.pipe: Pipeline = stack.enter_context(pipe)
         self.optimizer = build_optimizer(config, self.pipe)
         self.clip = config.optimizer.clip
-        (kwargs,) = shares_of(self.pipe.loss_fn, [share.target])
-        self.call: Callable[[], Any] = lambda: self.pipe.step(
-            *own.args, target=own.target, loss_kwargs=kwargs, **own.kwargs
-        )
+        (kwargs,) = shares_of(pipe.loss_fn, [share.target])
+        self.call = partial(pipe.step, *own.args, target=own.target, loss_kwargs=kwargs, **own.kwargs)
 
     def turn(self) -> tuple[Costs, float]:
-        """What a recorded step shows of the costs, and the seconds of another; caches are warm, as within a run."""
+        """Return the costs that a recorded step shows, and the seconds of another; caches are warm, as within a run."""
         self.train()
         with self.pipe.record() as timeline:
             self.train()
         return Costs.from_timeline(timeline), self.seconds()
 
     def seconds(self) -> float:
-        """Of a step, from a barrier to the last rank's end."""
+        """Time a step, from a barrier to the last rank's end."""
         dist.barrier()
         began = time.perf_counter()
         self.train()
@@ -266,7 +260,7 @@ class TimedPipeline:
         return time.perf_counter() - began
 
     def train(self) -> None:
-        """A step with its update."""
+        """Train a step with its update."""
         self.call()
         if self.clip is not None:
             self.pipe.clip_grad_norm_(self.clip)
@@ -275,15 +269,11 @@ class TimedPipeline:
         self.pipe.zero_grad()
 
     def measured(self, turns: Sequence[tuple[Costs, float]]) -> MeasuredCosts:
-        """The medians of some turns."""
-        stages = len(self.setting.counts)
-        middle: dict[str, Any] = {
-            name: [
-                statistics.median(column)
-                for column in zip(*(costs.per_stage(name, stages) for costs, _ in turns), strict=True)
-            ]
-            for name in ("forward", "input", "weight")
-        }
+        """Return the medians of some turns."""
+        stages, middle = len(self.setting.counts), dict[str, Any]()
+        for name in COMPUTES:
+            columns = zip(*(costs.per_stage(name, stages) for costs, _ in turns), strict=True)
+            middle[name] = [statistics.median(column) for column in columns]
         costs = Costs(**middle, hop=statistics.median(costs.hop for costs, _ in turns))
         step = statistics.median(seconds for _, seconds in turns)
         around = max(0.0, step - simulate(self.pipe.schedule, costs).makespan)
@@ -291,7 +281,7 @@ class TimedPipeline:
 
 
 def _rows(batch: DataBatch, count: int) -> DataBatch:
-    """So many rows, those of the batch again and again."""
+    """Make so many rows, those of the batch again and again."""
 
     def cut(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.dim():

@@ -32,7 +32,7 @@ class MeshLayout:
 
     @classmethod
     def of(cls, config: TrainConfig) -> MeshLayout:
-        """The layout that a configuration runs."""
+        """Return the layout that a configuration runs."""
         mesh = config.mesh
         sharded = mesh.replicate == "fsdp" and mesh.replicas > 1
         return cls(config.pipeline.ranks, mesh.replicas, mesh.tp, sharded=sharded, inner=mesh.inner)
@@ -48,7 +48,7 @@ class MeshLayout:
         return " x ".join(parts) + (", pp inside hosts" if self.inner == "pp" else "")
 
     def stride(self, axis: str) -> int:
-        """How many devices apart neighbours along an axis are."""
+        """Return how many devices apart neighbours along an axis are."""
         if axis == "tp":
             return 1
         if axis == "cp":
@@ -58,26 +58,26 @@ class MeshLayout:
         return near if axis == self.inner else near * other
 
     def size(self, axis: str) -> int:
-        """How many ranks stand along an axis."""
+        """Return how many ranks stand along an axis."""
         return int(getattr(self, axis))
 
     def per_host(self, axis: str, devices: int) -> int:
-        """How many of the ranks along an axis are on one host."""
+        """Return how many of the ranks along an axis are on one host."""
         return max(1, gcd(self.size(axis), devices // self.stride(axis))) if self.stride(axis) < devices else 1
 
     def wire(self, axis: str, cluster: Cluster) -> Interconnect:
-        """What connects neighbours along an axis at the slowest place."""
+        """Return what connects neighbours along an axis at the slowest place."""
         inside = self.per_host(axis, cluster.devices) == self.size(axis)
         return cluster.inside if inside else cluster.between
 
 
 def all_reduce(size: float, layout: MeshLayout, axis: str, cluster: Cluster) -> float:
-    """Seconds to add up `size` bytes over an axis: within hosts, then between them each device with its part."""
+    """Time a sum of `size` bytes over an axis: within hosts, then between them each device with its part."""
     return 2 * gather(size, layout, axis, cluster)
 
 
 def gather(size: float, layout: MeshLayout, axis: str, cluster: Cluster) -> float:
-    """Seconds to gather `size` bytes, in all, over an axis; to scatter sums of them takes as long."""
+    """Time the gathering of `size` bytes, in all, over an axis; to scatter sums of them takes as long."""
     ranks, near = layout.size(axis), layout.per_host(axis, cluster.devices)
     if ranks == 1 or not size:
         return 0.0
@@ -91,7 +91,7 @@ def gather(size: float, layout: MeshLayout, axis: str, cluster: Cluster) -> floa
 
 
 def layouts(cluster: Cluster, *, most_stages: int, heads: int, batch: int, divisible: bool) -> Iterator[MeshLayout]:
-    """Every way to use all devices: pp x dp x tp, replicas plain and sharded, and which axis is inside hosts."""
+    """Yield every way to use all devices: pp x dp x tp, replicas plain and sharded, and which axis is inside hosts."""
     world = cluster.world
     for tp in _divisors(world):
         if tp > 1 and (not divisible or tp > cluster.devices or (heads and heads % tp)):

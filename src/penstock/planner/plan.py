@@ -25,9 +25,9 @@ from penstock.rules import check_count
 from penstock.schedule import family
 from penstock.tools.train.config.read import load_config, read_config
 from penstock.tools.train.config.settings import TrainConfig
-from penstock.tools.train.run.account import optimizer_states
+from penstock.tools.train.run.memory import optimizer_states
 
-FEW_ROWS = 3  # sizes of microbatches that are measured here, per layout
+FEW_ROWS = 3  # Sizes of microbatches that are measured here, per layout.
 HERE_PER_RANK = (1, 2)
 
 
@@ -97,21 +97,18 @@ def plan(
         return _plan_here(config, space, among, devices)
     recorded = None if run is None else read_run(run, trust=trust)
     known = stated_cluster(cluster)
+    software = PENSTOCK if known is None else known.software
     if recorded is not None:
-        software = PENSTOCK if known is None else known.software
         known = from_run(recorded, profile_config(recorded.config, software), known)
     assert known is not None
-    if is_named:
-        profile = profile_config(config, known.software)
-    else:
-        profile = profile_module(model, example, config, known.software)  # type: ignore[arg-type]
+    profile = profile_config(config, software) if is_named else profile_module(model, example, config, software)  # type: ignore[arg-type]
     return rank_plans(config, profile, known, among=among, space=space)
 
 
 def _config_of_module(
     example: Any, cluster: Any, options: Any, batch: int | None, precision: str | None, optimizer: str | None
 ) -> TrainConfig:
-    """What can be said of a module that no configuration names."""
+    """Make the configuration of a module that none names."""
     if not isinstance(example, (tuple, dict)) or not example:
         raise UsageError("plan() of a module or a function also needs example=, its inputs: a tuple or a dict of them")
     if cluster is None:
@@ -168,7 +165,7 @@ def config_for(
 
 
 def stated_cluster(cluster: Cluster | str | Path | None) -> Cluster | None:
-    """The cluster itself, or the one of a file."""
+    """Return the cluster itself, or the one of a file."""
     return cluster if cluster is None or isinstance(cluster, Cluster) else Cluster.load(cluster)
 
 
@@ -198,7 +195,7 @@ def _plan_here(
 
 
 def _few_sizes(found: Sequence[PlanCandidate]) -> list[PlanCandidate]:
-    """Of each layout, those with a few sizes of microbatches: the largest that leave a pipeline enough of them."""
+    """Choose a few sizes of microbatches per layout: the largest that leave a pipeline enough of them."""
     sizes: dict[MeshLayout, set[int]] = {}
     for each in found:
         if each.microbatches >= 2 * each.layout.pp or each.layout.pp == 1 or each.pricing.rows == 1:

@@ -1,17 +1,22 @@
-"""Plans as values: what a run has to choose, what it is predicted to cost, and what was left out."""
+"""Plans as values: what a run has to choose, what it is predicted to cost, and what was left out; also as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from typing import Any
 
 from penstock.errors import UsageError
 from penstock.planner.cluster import Cluster
 from penstock.planner.layout import MeshLayout
 from penstock.schedule import Schedule
+from penstock.schedule.files.drawing import table
 from penstock.tools.train.config.settings import TrainConfig
-from penstock.tools.train.run.memory import Memory
+from penstock.tools.train.run.memory import Memory, memory_document
+from penstock.view.figures import bytes_text, percent, time_text
+
+LISTED = 6  # layouts that were left out and are listed as text
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Plan:
         """What a run can be compared with, by name: seconds, the idle share, bytes of the fullest process by kind."""
         after = self.shares["reduction"] + self.shares["update"]
         rows = [asdict(each) for each in self.memory]
-        in_threads = self.config.pipeline.workers == "threads"  # all ranks are in one process
+        in_threads = self.config.pipeline.workers == "threads"  # All ranks are in one process then.
         most = {kind: (sum if in_threads else max)(row[kind] for row in rows) for kind in rows[0]}
         return {"step": self.seconds, "makespan": self.seconds - after, "idle": self.idle, **most}
 
@@ -78,7 +83,7 @@ class Plan:
         return self.build_schedule()
 
     def pipeline_arguments(self) -> dict[str, object]:
-        """What `Pipeline(plan=...)` takes from it."""
+        """Return what `Pipeline(plan=...)` takes from it."""
         return {
             "stages": self.stages,
             "microbatches": self.microbatches,
@@ -118,13 +123,11 @@ class Plans:
     def best(self) -> Plan:
         """The fastest."""
         if not self.ranked:
-            raise UsageError(no_plan(self))
+            raise UsageError(_no_plan(self))
         return self.ranked[0]
 
 
-def no_plan(plans: Plans) -> str:
-    """The error about a model that fits nowhere."""
-    model = f"this model of {count_text(plans.parameters)} parameters"
+def _no_plan(plans: Plans) -> str:
     worst = [f"  {each.layout}: {each.why}" for each in plans.rejected[:5]]
     remedy = (
         "what helps: more devices, or more memory on each (device.memory); a smaller optimizer (optimizer.name=sgd or "
@@ -132,12 +135,93 @@ def no_plan(plans: Plans) -> str:
     )
     if len(plans.rejected) > 1 and all(each.layout.pp == each.layout.tp == 1 for each in plans.rejected):
         worst.append("  pp > 1: it has no nn.Sequential or nn.ModuleList of layers to cut between, or one with too few")
+    model = f"this model of {_count_text(plans.parameters)} parameters"
     return "\n".join([f"no layout of {plans.cluster.world} devices can train {model}:", *worst, remedy])
 
 
-def count_text(count: float) -> str:
-    """A large number in words."""
+def _count_text(count: float) -> str:
     for size, name in ((1e9, "billion"), (1e6, "million")):
         if count >= size:
             return f"{count / size:.4g} {name}"
     return f"{count:,.0f}"
+
+
+# -- as text
+
+
+def plans_text(plans: Plans) -> str:
+    """Format the ranking, the memory of the fullest ranks, what limits the best, and why others were left out."""
+    cluster = plans.cluster
+    head = (
+        f"{_count_text(plans.parameters)} parameters on {cluster.hosts} x {cluster.devices} devices "
+        f"({cluster.name}), {bytes_text(cluster.device.memory)} each, of which "
+        f"{cluster.device.headroom:.0%} stay free"
+    )
+    if not plans.ranked:
+        return "\n".join([head, "", _no_plan(plans)])
+    lines = [head, "", ranking_table(plans.ranked), "", _memory_table(plans.ranked), ""]
+    lines += [f"{plans.best.layout}: {words}" for words in plans.advice]
+    if plans.rejected:
+        lines += ["", f"left out, {len(plans.rejected)} layouts:"]
+        lines += [f"  {each.layout}: {each.why}" for each in plans.rejected[:LISTED]]
+    if len(plans.rejected) > LISTED:
+        lines.append(f"  and {len(plans.rejected) - LISTED} more (--json lists all)")
+    return "\n".join(lines)
+
+
+def ranking_table(plans: Sequence[Plan]) -> str:
+    """Draw one line per plan."""
+    rows = [
+        {
+            "": str(number),
+            "layout": str(plan.layout),
+            "schedule": plan.family,
+            "stages": str(plan.stages),
+            "microbatches": f"{plan.microbatches} of {plan.rows}",
+            "recompute": "yes" if plan.recompute else "no",
+            "step": time_text(plan.seconds, "s"),
+            "+-": time_text(plan.seconds * plan.error, "s"),
+            "tokens/s": f"{plan.tokens_per_second:,.0f}",
+            "mfu": percent(plan.mfu),
+            "idle": percent(plan.idle),
+            "memory": bytes_text(plan.peak.process),
+        }
+        for number, plan in enumerate(plans, 1)
+    ]
+    return table([tuple(rows[0]), *(tuple(row.values()) for row in rows)], left=[1, 2])
+
+
+def _memory_table(plans: Sequence[Plan]) -> str:
+    kinds = [field.name for field in fields(Memory)]
+    rows = [
+        [str(number), *(bytes_text(getattr(plan.peak, kind)) for kind in kinds)] for number, plan in enumerate(plans, 1)
+    ]
+    return table([["", *kinds], *rows])
+
+
+# -- for programs
+
+
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """Return a plan as a document."""
+    names = ("stages", "microbatches", "recompute", "seconds", "error", "tokens_per_second", "mfu", "idle", "shares")
+    return {
+        "layout": asdict(plan.layout),
+        "schedule": plan.family,
+        "rows_per_microbatch": plan.rows,
+        "split_at": list(plan.cuts),
+        "counts": list(plan.counts),
+        "memory": memory_document(plan.memory),
+        **{name: getattr(plan, name) for name in names},
+    }
+
+
+def plans_document(plans: Plans) -> dict[str, Any]:
+    """Return all plans as a document."""
+    return {
+        "cluster": asdict(plans.cluster),
+        "parameters": plans.parameters,
+        "plans": [plan_document(each) for each in plans.ranked],
+        "limits": list(plans.advice),
+        "rejected": [{"layout": asdict(each.layout), "why": each.why} for each in plans.rejected],
+    }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -25,11 +25,10 @@ from penstock.planner.layout import MeshLayout, all_reduce, gather
 from penstock.planner.profile import Profile, Unit
 from penstock.runtime.backward.deferred_weights import BYTES_PER_PASS
 from penstock.schedule import Costs
-from penstock.tools.train.run.account import exchanged_bytes, rank_memory
-from penstock.tools.train.run.memory import Memory
+from penstock.tools.train.run.memory import Memory, exchanged_bytes, rank_memory
 
-UPDATE_READS = 2  # times that an optimizer reads and writes each of its numbers
-BUCKET = 25 * 2**20  # bytes of gradients that travel together
+UPDATE_READS = 2  # How often an optimizer reads and writes each of its numbers.
+BUCKET = 25 * 2**20  # Bytes of gradients that travel together.
 Found = TypeVar("Found")
 
 
@@ -40,18 +39,21 @@ class StageCosts:
     forward: float
     input: float
     weight: float
-    again: float  # of the forward, what recomputing repeats
-    saved: float  # bytes from the forward to the backward
-    held: float  # bytes from I to W
-    taken: float  # bytes of its input
-    kept: float  # bytes from the forward to the backward where it recomputes
-    burst: float  # and those that recomputing then makes
-    extra: float  # bytes that computing needs for a moment, beside those
-    early: float  # and of these, what only a first backward needs, because gradients come while activations go
-    output: float  # bytes that it sends
-    numbers: float  # parameters
+    again: float  # The part of the forward that recomputing repeats.
+    saved: float  # Bytes from the forward to the backward.
+    held: float  # Bytes from I to W.
+    taken: float  # Bytes of its input.
+    kept: float  # Bytes from the forward to the backward where it recomputes.
+    burst: float  # Bytes that recomputing then makes.
+    extra: float  # Bytes that computing needs for a moment, beside those.
+    early: float  # What only a first backward needs besides, because gradients come while activations go.
+    output: float  # Bytes that it sends.
+    numbers: float  # Parameters.
     trained: float
-    copies: float  # bytes of parameters in another type
+    copies: float  # Bytes of parameters in another type.
+
+
+NOTHING = StageCosts(*[0.0] * len(fields(StageCosts)))
 
 
 class Pricing:
@@ -60,19 +62,19 @@ class Pricing:
     def __init__(self, profile: Profile, cluster: Cluster, layout: MeshLayout, rows: int) -> None:
         self.profile, self.cluster, self.layout, self.rows = profile, cluster, layout, rows
         self.units = profile.units(rows / layout.cp)
-        self.shared: dict[Any, Any] = {}  # what candidates have in common
-        self._alike = profile.notes((cluster, layout.tp, layout.cp, rows))  # and what layouts have
+        self.divides = cluster.software.sequence_parallel and layout.tp > 1
+        self.shared: dict[Any, Any] = {}  # What candidates have in common.
+        self._alike = profile.notes((cluster, layout.tp, layout.cp, rows))  # What layouts have in common.
 
     def shares(self, cuts: tuple[int, ...], split: bool) -> dict[str, float]:
-        """Where the time of one microbatch on the whole model goes, by name: seconds."""
+        """Return where the time of one microbatch on the whole model goes, by name: seconds."""
         device, tp = self.cluster.device, self.layout.tp
-        divides = self.cluster.software.sequence_parallel and tp > 1
         parts = [part for unit in self.units for part in (unit.forward, unit.backward)]
         slower = 1 / device.attention - 1
         flops = sum(part.flops.at(tp) + slower * part.attention.at(tp) for part in parts)
         flops += 3 * sum(self._thin(unit) for unit in self.units)
         products = flops / (device.peak * device.efficiency)
-        traffic = sum(part.traffic.at(tp, divides) for part in parts) / device.bandwidth
+        traffic = sum(part.traffic.at(tp, self.divides) for part in parts) / device.bandwidth
         links = max(0.0, sum(map(sum, self.seconds)) - products - traffic)
         return {"products": products, "memory traffic": traffic, "tensor-parallel links": links}
 
@@ -82,7 +84,7 @@ class Pricing:
         return self._noted("work", lambda: sum(map(sum, self.seconds))) / self.layout.pp
 
     def _noted(self, key: object, find: Callable[[], Found]) -> Found:
-        """A figure that layouts with as much tensor and context parallelism have in common."""
+        """Find a figure once for all layouts with as much tensor and context parallelism."""
         if key not in self._alike:
             self._alike[key] = find()
         found: Found = self._alike[key]
@@ -94,35 +96,28 @@ class Pricing:
         return self._noted("seconds", self._all_seconds)
 
     def _all_seconds(self) -> list[tuple[float, float, float]]:
-        known = {id(unit.forward): unit for unit in self.units}  # layers that repeat are one object
+        known = {id(unit.forward): unit for unit in self.units}  # Layers that repeat are one object.
         times = {key: self._seconds(unit) for key, unit in known.items()}
         return [times[id(unit.forward)] for unit in self.units]
 
     def _seconds(self, unit: Unit) -> tuple[float, float, float]:
-        device, software, tp = self.cluster.device, self.cluster.software, self.layout.tp
-        rate, divides = device.peak * device.efficiency, software.sequence_parallel and tp > 1
+        device, tp = self.cluster.device, self.layout.tp
+        rate, slower = device.peak * device.efficiency, 1 / device.attention - 1
+        weight, thin = unit.forward.weight_flops.at(tp), self._thin(unit)
 
-        def computing(flops: float, traffic: float) -> float:
-            return flops / rate + traffic / device.bandwidth
+        def computing(part: OperationCounts, elsewhere: float) -> float:
+            flops = thin + part.flops.at(tp) + slower * part.attention.at(tp) - elsewhere
+            return flops / rate + part.traffic.at(tp, self.divides) / device.bandwidth + self._links(unit, part)
 
-        forward, backward = unit.forward, unit.backward
-        weight, thin = forward.weight_flops.at(tp), self._thin(unit)
-        slower = 1 / device.attention - 1
-        first = thin + forward.flops.at(tp) + slower * forward.attention.at(tp)
-        second = thin + backward.flops.at(tp) + slower * backward.attention.at(tp) - weight
-        return (
-            computing(first, forward.traffic.at(tp, divides)) + self._links(unit, forward),
-            max(0.0, computing(second, backward.traffic.at(tp, divides)) + self._links(unit, backward)),
-            computing(weight + thin, 0.0),
-        )
+        return computing(unit.forward, 0.0), max(0.0, computing(unit.backward, weight)), (weight + thin) / rate
 
     def _thin(self, unit: Unit) -> float:
-        """Operations that could be done in the time that products with thin weights lose."""
+        """Count the operations that could be done in the time that products with thin weights lose."""
         tp = self.layout.tp
         return self.cluster.device.thin * unit.forward.thinness(tp) * unit.forward.weight_flops.at(tp)
 
     def _links(self, unit: Unit, part: OperationCounts) -> float:
-        """What ranks of the tensor-parallel axis tell each other, and of the context-parallel one keys and values."""
+        """Time what ranks of the tensor-parallel axis exchange, and the keys and values of the context-parallel one."""
         layout, cluster = self.layout, self.cluster
         seconds = all_reduce(part.summed, layout, "tp", cluster) + gather(part.gathered, layout, "tp", cluster)
         seconds += part.collectives * cluster.inside.latency * (layout.tp > 1)
@@ -132,7 +127,7 @@ class Pricing:
         return seconds
 
     def cut(self, stages: int) -> tuple[int, ...] | None:
-        """The units that stages 1, 2, ... begin with, so that the longest stage is short; None if there are too few."""
+        """Choose the units that stages 1, 2, ... begin with, so that the longest is short; None if they are few."""
         return self._noted(("cut", stages), lambda: self._cut(stages))
 
     def _cut(self, stages: int) -> tuple[int, ...] | None:
@@ -141,26 +136,25 @@ class Pricing:
         times = [sum(each) for each in self.seconds]
         starts = [number for number, unit in enumerate(self.units) if unit.name and number]
         if starts and not any(unit.parameters.at(1) for unit in self.units[: starts[0]]):
-            starts.pop(0)  # nothing is before it that could be a stage
+            starts.pop(0)  # Nothing is before it that could be a stage.
         if stages - 1 > len(starts):
             return None
-        unit = max(times) / 50 or 1.0  # what differs less is alike, so that cuts can be used again
+        unit = max(times) / 50 or 1.0  # What differs less is alike, so that cuts can be used again.
         return _cuts(tuple(round(each / unit) for each in times), tuple(starts), stages)
 
     def _equal_cut(self, stages: int) -> tuple[int, ...] | None:
-        """As many layers in each stage, or one less in the first and in the last; what is around them stays there."""
+        """Put as many layers into each stage, or one less into the first and the last, with what is around them."""
         layers = [number for number, unit in enumerate(self.units) if unit.name in self._repeated]
         spared = next((spared for spared in (0, 1) if (len(layers) + 2 * spared) % stages == 0), None)
         if spared is None or stages > len(layers) + 2 * spared:
             return None
-        layers.append(layers[-1] + 1)  # a last stage without layers has what follows them
+        layers.append(layers[-1] + 1)  # A last stage without layers has what follows them.
         size = (len(layers) - 1 + 2 * spared) // stages
         return tuple(layers[size * stage - spared] for stage in range(1, stages))
 
     def stage(self, begin: int, end: int, split: bool = False) -> StageCosts:
-        """The costs of a stage of units `begin` to `end - 1`; `split`: with backwards as I and W."""
-        tp, divides = self.layout.tp, self.cluster.software.sequence_parallel and self.layout.tp > 1
-        units = self.units[begin:end]
+        """Price a stage of units `begin` to `end - 1`; `split`: with backwards as I and W."""
+        tp, divides, units = self.layout.tp, self.divides, self.units[begin:end]
         forward, backward, weight = (sum(each) for each in zip(*self.seconds[begin:end], strict=True))
         taken = self.units[begin - 1].output if begin else 0.0
         output = units[-1].output if end < len(self.units) else 0.0
@@ -175,13 +169,9 @@ class Pricing:
         extra, early = self._backward_peaks(units, output, extra, split)
         held = sum(unit.forward.deferred.at(tp, divides) for unit in units)
         again, kept, burst = forward, taken, saved
-        if self.cluster.software.name == "megatron":  # which recomputes layer by layer, and not what is around them
-            kept, burst = self._by_layer(begin, end, divides)
-            again = sum(
-                times[0]
-                for unit, times in zip(units, self.seconds[begin:end], strict=True)
-                if unit.name in self._repeated
-            )
+        if self.cluster.software.name == "megatron":  # It recomputes layer by layer, and not what is around them.
+            kept, burst = self._by_layer(begin, end)
+            again = sum(self.seconds[each][0] for each in range(begin, end) if self.units[each].name in self._repeated)
         return StageCosts(
             forward,
             backward,
@@ -201,23 +191,23 @@ class Pricing:
         )
 
     def _backward_peaks(self, units: Sequence[Unit], output: float, extra: float, split: bool) -> tuple[float, float]:
-        """Bytes above what there was when a backward began: in any (`extra` or more), and what a first one adds."""
-        tp, divides = self.layout.tp, self.cluster.software.sequence_parallel and self.layout.tp > 1
-        gone = made = freed = first = 0.0  # by I or B; gradients and activations where these are made
+        """Count bytes above those when a backward began: in any (`extra` or more), and what a first one adds."""
+        tp, divides = self.layout.tp, self.divides
+        gone = made = freed = first = 0.0  # What I or B has freed; gradients, and what is freed where these are made.
         for unit in reversed(units):
             saved, needed = unit.saved.at(tp, divides), output + unit.fall.at(tp, divides)
             deferred = unit.forward.deferred.at(tp, divides) if split else 0.0
             gradients = unit.trained.at(tp) * self._element.gradient
             extra = max(extra, needed - gone)
-            if split:  # W has several gradients at once where they are small
+            if split:  # W has several gradients at once where they are small.
                 extra = max(extra, gradients + min(made, BYTES_PER_PASS) - freed)
             first = max(first, made + (gradients if split else needed) - freed)
             gone, made, freed = gone + saved - deferred, made + gradients, freed + (deferred if split else saved)
         return extra, max(0.0, first - extra)
 
-    def _by_layer(self, begin: int, end: int, divides: bool) -> tuple[float, float]:
-        """Bytes kept where each layer recomputes by itself: inputs of layers and all of the rest; and of one layer."""
-        tp, kept, burst = self.layout.tp, 0.0, 0.0
+    def _by_layer(self, begin: int, end: int) -> tuple[float, float]:
+        """Count bytes where each layer recomputes: inputs of layers and all of the rest, kept; and those of a layer."""
+        tp, divides, kept, burst = self.layout.tp, self.divides, 0.0, 0.0
         for number in range(begin, end):
             unit = self.units[number]
             if unit.name in self._repeated:
@@ -234,18 +224,11 @@ class Pricing:
         return {unit.name for unit in self.units if unit.name and counts[unit.parameters.at(1)] > 1}
 
     def measured(self, cuts: Sequence[int], split: bool) -> Any:
-        """What was measured of these stages, with backwards that are split or whole; None where nothing was."""
+        """Return what was measured of these stages, with backwards split or whole; None where nothing was."""
         return None
 
     def stages(self, cuts: tuple[int, ...], split: bool) -> list[StageCosts]:
-        """The costs of the stages between cuts; `split`: with backwards as I and W."""
-        key = "stages", cuts, split
-        if key not in self.shared:
-            self.shared[key] = self._find_stages(cuts, split)
-        found: list[StageCosts] = self.shared[key]
-        return found
-
-    def _find_stages(self, cuts: tuple[int, ...], split: bool) -> list[StageCosts]:
+        """Price the stages between cuts; `split`: with backwards as I and W."""
         return self._noted(("stages", cuts, split), lambda: self._count_stages(cuts, split))
 
     def _count_stages(self, cuts: tuple[int, ...], split: bool) -> list[StageCosts]:
@@ -260,11 +243,11 @@ class Pricing:
         return found
 
     def costs(self, stages: Sequence[StageCosts], recompute: bool = False) -> Costs:
-        """For the simulator: seconds and bytes; `recompute`: of stages whose backward runs the forward again."""
+        """Return seconds and bytes for the simulator; `recompute`: of stages whose backward runs the forward again."""
         wire = self.layout.wire("pp", self.cluster)
-        scattered = self.layout.tp if self.cluster.software.name == "megatron" else 1  # each rank sends its part
-        if self.cluster.software.sequence_parallel:
-            scattered = 1  # it has no more than that
+        software = self.cluster.software
+        # Each rank of Megatron's sends its part; under sequence parallelism it has no more than that.
+        scattered = self.layout.tp if software.name == "megatron" and not software.sequence_parallel else 1
         waited = 0.0 if self.cluster.software.overlapped or self.layout.pp == 1 else 1 / scattered / wire.bandwidth
         return Costs(
             forward=[each.forward + waited * each.output for each in stages],
@@ -280,7 +263,7 @@ class Pricing:
     # -- around the pipeline
 
     def after(self, own: Sequence[StageCosts], microbatches: int) -> tuple[float, float]:
-        """Seconds of the gradients' reduction that nothing hides, and of the optimizer, on a rank with these stages.
+        """Time the gradients' reduction that nothing hides, and the optimizer, on a rank with these stages.
 
         Each stage's gradients leave when its last backward has ended, while other stages still compute, if the program
         overlaps. Without a pipeline, Megatron has torch's DDP, which sends them bucket by bucket during the last
@@ -290,7 +273,7 @@ class Pricing:
         sizes = [each.trained * element.gradient for each in own]
         moved = gather if layout.sharded else all_reduce
         reduce = sum(moved(size, layout, "dp", self.cluster) for size in sizes)
-        if layout.sharded:  # the parameters are gathered before the first forward
+        if layout.sharded:  # The parameters are gathered before the first forward.
             reduce += sum(gather(each.numbers * element.weight, layout, "dp", self.cluster) for each in own)
         overlaps = self.cluster.software.overlapped
         hidden = min(layout.pp, microbatches) * sum(each.input + each.weight for each in own[1:]) if overlaps else 0.0
@@ -303,23 +286,21 @@ class Pricing:
         return max(last, reduce - hidden), UPDATE_READS * state / self.cluster.device.bandwidth
 
     def average(self, states: float) -> Memory:
-        """What a rank holds without activations if all hold as much: the fullest one has at least that."""
+        """Return what a rank holds without activations if all hold as much: the fullest one has at least that."""
         tp, pp = self.layout.tp, self.layout.pp
-        numbers, trained = (
-            sum(getattr(unit, name).at(tp) for unit in self.units) / pp for name in ("parameters", "trained")
-        )
-        nothing = dict.fromkeys((each.name for each in fields(StageCosts)), 0.0)
-        return self.memory([StageCosts(**{**nothing, "numbers": numbers, "trained": trained})], 0.0, states)
+        numbers = sum(unit.parameters.at(tp) for unit in self.units) / pp
+        trained = sum(unit.trained.at(tp) for unit in self.units) / pp
+        return self.memory([replace(NOTHING, numbers=numbers, trained=trained)], 0.0, states)
 
     def gradient_bytes(self, stage: StageCosts) -> float:
-        """Bytes of the gradients of a stage that a rank keeps until the update."""
+        """Count the bytes of a stage's gradients that a rank keeps until the update."""
         shares = self.layout.dp if self.layout.sharded and not self.cluster.software.master_weights else 1
         return stage.trained / shares * self._element.gradient
 
     def memory(
         self, own: Sequence[StageCosts], activations: float, states: float, together: float | None = None
     ) -> Memory:
-        """What a rank with these stages holds; `states`: numbers that the optimizer keeps per parameter.
+        """Return what a rank with these stages holds; `states`: numbers that the optimizer keeps per parameter.
 
         `together` is the most of activations and gradients at one time; without it, their sum is taken.
         """
@@ -332,9 +313,9 @@ class Pricing:
         gradients = sum(map(self.gradient_bytes, own))
         before = activations
         activations += sum(each.copies for each in own)
-        if self.cluster.software.master_weights:  # replicas share what the optimizer has, and no gradients
-            together = None  # they are there all the time
-            activations = max(activations, trained / shares * element.update)  # which are gone by then
+        if self.cluster.software.master_weights:  # Replicas share what the optimizer has, and no gradients.
+            together = None  # Gradients are there all the time.
+            activations = max(activations, trained / shares * element.update)  # They are gone by the update.
             alone += min(BUCKET, gradients) if layout.dp > 1 else 0.0
             weights += weights / shares if layout.sharded else 0.0
         else:
@@ -360,9 +341,9 @@ class _Element:
 
     weight: int
     gradient: int
-    state: int  # of each number that the optimizer keeps
-    master: int = 0  # a copy in 32 bits
-    update: int = 0  # gradients in 32 bits, when activations are gone and the optimizer runs
+    state: int  # Bytes of each number that the optimizer keeps.
+    master: int = 0  # A copy in 32 bits.
+    update: int = 0  # Gradients in 32 bits, when activations are gone and the optimizer runs.
 
 
 @lru_cache(maxsize=4096)

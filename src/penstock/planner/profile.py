@@ -33,14 +33,14 @@ PENSTOCK = Software()
 class Unit:
     """One piece of a model that is never cut apart: figures of one microbatch, forward and backward."""
 
-    name: str  # the module that it begins with
+    name: str  # The module that it begins with.
     forward: OperationCounts
     backward: OperationCounts
-    saved: Amount  # bytes that a forward leaves for the backward, its own output included
-    rise: Amount  # the most bytes that a forward adds while it runs
-    fall: Amount  # the most bytes that a backward adds to what there was when it began; gradients are not counted
-    output: float  # bytes that go on to the next unit
-    parameters: Amount  # numbers
+    saved: Amount  # Bytes that a forward leaves for the backward, its own output included.
+    rise: Amount  # The most bytes that a forward adds while it runs.
+    fall: Amount  # The most bytes that a backward adds to what there was when it began; gradients are not counted.
+    output: float  # Bytes that go on to the next unit.
+    parameters: Amount  # Numbers, and not bytes.
     trained: Amount
 
 
@@ -48,16 +48,16 @@ class Unit:
 class Profile:
     """A model as a chain of units."""
 
-    one: tuple[Unit, ...]  # for a microbatch of one row
-    two: tuple[Unit, ...]  # and of two
+    one: tuple[Unit, ...]  # Figures of a microbatch of one row.
+    two: tuple[Unit, ...]  # Figures of a microbatch of two rows.
     sequence: int
-    element: int  # bytes of a parameter
-    by_position: bool  # is it cut by counts of units, or by their names?
-    attention: int = 0  # heads; tensor parallelism divides them
-    keys_share: float = 1.0  # key and value heads, as a share of all
-    code: tuple[str, ...] = ()  # modules of libraries that its layers are from
-    least_rows: int = 1  # that a microbatch must have
-    undivided: str = ""  # why tensor parallelism cannot divide it
+    element: int  # Bytes of a parameter.
+    by_position: bool  # It is cut by counts of units, and not by their names.
+    attention: int = 0  # Heads, which tensor parallelism divides.
+    keys_share: float = 1.0  # Key and value heads, as a share of all.
+    code: tuple[str, ...] = ()  # Modules of libraries that its layers are from.
+    least_rows: int = 1  # Rows that a microbatch must have.
+    undivided: str = ""  # Why tensor parallelism cannot divide it.
 
     @property
     def parameters(self) -> float:
@@ -70,22 +70,22 @@ class Profile:
         return 3 * sum(unit.forward.flops.at(1) + unit.forward.spared for unit in self.one)
 
     def counts_of(self, cuts: Sequence[int]) -> tuple[int, ...]:
-        """How many modules each stage has, if stages 1, 2, ... begin with the units `cuts`."""
+        """Count the modules of each stage, if stages 1, 2, ... begin with the units `cuts`."""
         return tuple(
             sum(bool(unit.name) for unit in self.one[begin:end]) for begin, end in pairwise([0, *cuts, len(self.one)])
         )
 
     def cuts_of(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """The units that stages 1, 2, ... begin with, if each has so many modules."""
+        """Return the units that stages 1, 2, ... begin with, if each has so many modules."""
         named = [number for number, unit in enumerate(self.one) if unit.name]
         return tuple(named[total] for total in accumulate(counts[:-1]))
 
     def names_of(self, cuts: Sequence[int]) -> tuple[str, ...]:
-        """The names of the modules that the units `cuts` begin with."""
+        """Return the names of the modules that the units `cuts` begin with."""
         return tuple(self.one[cut].name for cut in cuts)
 
     def units(self, rows: float) -> tuple[Unit, ...]:
-        """Figures for a microbatch of so many rows; a part of a row is what context parallelism leaves to a rank."""
+        """Return figures of a microbatch of so many rows; context parallelism leaves a part of a row to a rank."""
         if rows not in self._by_rows:
             self._by_rows[rows] = self._units(rows)
         return self._by_rows[rows]
@@ -95,7 +95,7 @@ class Profile:
         return {}
 
     def notes(self, of: object) -> dict[Any, Any]:
-        """Where to note figures that follow from this profile and `of`, so that they are found once."""
+        """Return where to note figures that follow from this profile and `of`, so that they are found once."""
         return self._notes.setdefault(of, {})
 
     @cached_property
@@ -103,7 +103,7 @@ class Profile:
         return {}
 
     def _units(self, rows: float) -> tuple[Unit, ...]:
-        known: dict[tuple[int, int], Unit] = {}  # layers that repeat are one object
+        known: dict[tuple[int, int], Unit] = {}  # Layers that repeat are one object.
         for one, two in zip(self.one, self.two, strict=True):
             if (id(one.forward), id(two.forward)) not in known:
                 known[id(one.forward), id(two.forward)] = on_line(one, two, rows)
@@ -124,12 +124,12 @@ def profile_model(
     half: torch.dtype | None = None,
     sequence: int = 1,
 ) -> Profile:
-    """The profile of a model that was built under fake tensors; `train` runs so many rows and returns the loss."""
+    """Count a model that was built under fake tensors; `train` runs so many rows and returns the loss."""
     names, listed = _unit_names(model)
     styles = _styles(model, plan, software)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)  # so that later gradients are added
+            parameter.grad = torch.zeros_like(parameter)  # Gradients are then added, as in most steps.
 
     def counted(rows: int) -> tuple[Unit, ...]:
         return tuple(_counted(model, train, rows, names, styles, software, half))
@@ -137,7 +137,7 @@ def profile_model(
     least = 1
     try:
         one, two = counted(1), counted(2)
-    except (RuntimeError, ValueError):  # a batch norm, say, takes more than one; what fails for any rows fails again
+    except (RuntimeError, ValueError):  # A batch norm takes more than one; what fails for any rows fails again.
         two, three, least = counted(2), counted(3), 2
         one = tuple(on_line(low, high, 0) for low, high in zip(two, three, strict=True))
     shape = getattr(model, "config", None)
@@ -186,7 +186,7 @@ def _counted(
 
 @contextmanager
 def _half_scores() -> Iterator[None]:
-    """Attention that is no single kernel has its scores in the type of what it is given."""
+    """Give attention that is no single kernel its scores in the type of what it is given."""
     allowed = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()  # type: ignore[no-untyped-call]
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     try:
@@ -196,7 +196,7 @@ def _half_scores() -> Iterator[None]:
 
 
 def _heads(model: nn.Module) -> int:
-    """Attention heads of a model that says so as the built-in GPT does; 0 where it does not."""
+    """Count the attention heads of a model that says so as the built-in GPT does; 0 where it does not."""
     found = [getattr(module, "heads", None) for module in model.modules()]
     return next((heads for heads in found if isinstance(heads, int)), 0)
 
@@ -211,9 +211,8 @@ class _UnitHooks:
         self.forward: list[OperationCounts] = []
         self.backward: dict[int, OperationCounts] = {}
         self.outputs: list[float] = []
-        self.after = ""  # the first module that runs after the last unit
-        self._begun = -1  # the unit that runs backward
-        self._ended = 0
+        self.after = ""  # The first module that runs after the last unit.
+        self._begun = -1  # The unit that runs backward.
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -239,7 +238,7 @@ class _UnitHooks:
         self._begin(len(self.forward), output)
 
     def _begin(self, number: int, values: Any) -> None:
-        """Unit `number - 1` has made `values`; what is before the first unit counts as one."""
+        """Begin unit `number`: the one before has made `values`. What is before the first unit counts as one."""
         self.forward.append(self._counter.mark())
         tensors = [each for each in pytree.tree_leaves(values) if isinstance(each, Tensor)]
         self.outputs.append(float(sum(each.numel() * each.element_size() for each in tensors if each.dim() > 1)))
@@ -248,14 +247,14 @@ class _UnitHooks:
                 each.register_hook(lambda gradient, number=number: self._back(number))  # type: ignore[no-untyped-call]
 
     def turn(self) -> None:
-        """The forward has ended."""
+        """End the forward."""
         self.forward.append(self._counter.mark())
         self.outputs.append(0.0)
         self._counter.backward = True
         self._begun = len(self.forward) - 1
 
     def _back(self, number: int) -> None:
-        """The gradient of what unit `number` made has come."""
+        """Go back into unit `number`, as the gradient of what it made has come."""
         if number < self._begun:
             self.backward[self._begun] = self._counter.mark()
             self._begun = number
@@ -265,7 +264,7 @@ class _UnitHooks:
 
 
 def _units(hooks: _UnitHooks, model: nn.Module, names: list[str], styles: dict[int, str]) -> Iterator[Unit]:
-    """What is before the units, the units, and what is after them; parts that have nothing are joined to neighbours."""
+    """Yield what is before the units, the units, and what is after them."""
     owned = [dict(model.get_submodule(name).named_parameters()) for name in names]
     inside = {id(each) for part in owned for each in part.values()}
     rest = {name: each for name, each in model.named_parameters() if id(each) not in inside}
@@ -298,12 +297,12 @@ def _units(hooks: _UnitHooks, model: nn.Module, names: list[str], styles: dict[i
 
 
 def _above(part: OperationCounts, start: Amount) -> Amount:
-    """How far a part rose above what was alive at its start."""
+    """Compute how far a part rose above what was alive at its start."""
     return Amount(max(0.0, part.peak - part.peak_divided - start.common), max(0.0, part.peak_divided - start.divided))
 
 
 def _rest(model: nn.Module, names: list[str], rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parameters outside of the units: those of modules that stand before the first one, and the others."""
+    """Divide parameters outside of the units into those of modules before the first one, and the others."""
     order = [name for name, _ in model.named_modules()]
     first = order.index(names[0])
     early = {name: each for name, each in rest.items() if order.index(name.rpartition(".")[0]) < first}
@@ -311,7 +310,7 @@ def _rest(model: nn.Module, names: list[str], rest: dict[str, Any]) -> tuple[dic
 
 
 def _unit_names(model: nn.Module) -> tuple[list[str], bool]:
-    """The modules that a model is cut between, or itself; and whether it is a plain sequence of them."""
+    """Name the modules that a model is cut between, or itself; and return whether it is a plain sequence of them."""
     if isinstance(model, nn.Sequential) and len(model) > 1:
         return [name for name, _ in model.named_children()], True
     lists = [
@@ -326,12 +325,12 @@ def _unit_names(model: nn.Module) -> tuple[list[str], bool]:
 
 
 def owners_of_parameters(model: nn.Module) -> list[str]:
-    """The modules that a tensor plan's patterns are matched against."""
+    """Name the modules that a tensor plan's patterns are matched against."""
     return [name for name, module in model.named_modules() if name and any(True for _ in module.parameters(False))]
 
 
 def _styles(model: nn.Module, plan: TensorPlan | None, software: Software) -> dict[int, str]:
-    """By address: how a plan divides parameters."""
+    """Return how a plan divides parameters, by address."""
     if plan is None:
         return {}
     names = owners_of_parameters(model)
@@ -340,7 +339,7 @@ def _styles(model: nn.Module, plan: TensorPlan | None, software: Software) -> di
     for pattern, style in plan.styles.items():
         kind = kinds.get(style) if isinstance(style, str) else None
         if kind == "gathered" and software.name != "penstock":
-            kind = "colwise"  # the loss is computed on parts
+            kind = "colwise"  # The loss is computed on parts.
         for name in names:
             if kind is not None and fnmatchcase(name, pattern):
                 for parameter in model.get_submodule(name).parameters(False):

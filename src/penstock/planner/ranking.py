@@ -26,17 +26,16 @@ from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
 from penstock.schedule import family, search_report, simulate
 from penstock.tools.train.config.settings import TrainConfig
-from penstock.tools.train.run.account import optimizer_states
-from penstock.tools.train.run.memory import KINDS, Memory
+from penstock.tools.train.run.memory import KINDS, Memory, optimizer_states
 from penstock.view.figures import bytes_text
 
-PER_RANK = (1, 2, 3, 4, 6, 8)  # stages per rank that are tried
-ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of a microbatch
-FEW_SIZES = 4  # where fewer of these divide a batch, its other divisors are looked at too
-RANKED = 10  # layouts that are priced to the end
-SEARCHED, EFFORT = 512, 300  # microbatch-stages of plans whose schedule is also searched for; orders that are priced
-ALIKE = 1.01  # times as many seconds are as few
-WORTH = 0.01  # of the makespan: what a searched schedule must save
+PER_RANK = (1, 2, 3, 4, 6, 8)  # Stages per rank that are tried.
+ROWS = (1, 2, 4, 8, 16, 32, 64)  # Rows of a microbatch.
+FEW_SIZES = 4  # Where fewer of these divide a batch, its other divisors are looked at too.
+RANKED = 10  # Layouts that are priced to the end.
+SEARCHED, EFFORT = 512, 300  # Microbatch-stages of plans whose schedule is also searched for; orders that are priced.
+ALIKE = 1.01  # Times that differ by less than this factor are alike.
+WORTH = 0.01  # What a searched schedule must save, as a share of the makespan.
 PricingOf = Callable[[MeshLayout, int], Pricing]
 OfCut = Callable[[], Iterable[PlanCandidate]]
 Key = TypeVar("Key")
@@ -47,7 +46,7 @@ class SearchSpace:
     """What plans may choose from, for a batch of so many rows."""
 
     batch: int
-    states: float  # numbers that the optimizer keeps per parameter
+    states: float  # Numbers that the optimizer keeps per parameter.
     schedules: Sequence[str] = field(default_factory=default_families)
     recompute: Sequence[bool] = (False, True)
     rows: Sequence[int] = ROWS
@@ -55,13 +54,13 @@ class SearchSpace:
 
 
 def candidates(layout: MeshLayout, pricing_of: PricingOf, space: SearchSpace) -> Iterator[PlanCandidate]:
-    """Every way to run a layout."""
+    """Yield every way to run a layout."""
     for _, of_cut in _cuts_of(layout, pricing_of, space):
         yield from of_cut()
 
 
 def _cuts_of(layout: MeshLayout, pricing_of: PricingOf, space: SearchSpace) -> Iterator[tuple[float, OfCut]]:
-    """Every size of microbatches and number of stages of a layout: seconds at least, and what finds the candidates."""
+    """Yield, per size of microbatches and number of stages, seconds at least, and what finds the candidates."""
     share = space.batch // layout.dp
     for rows in _sizes(share, space.rows):
         pricing = pricing_of(layout, rows)
@@ -84,7 +83,7 @@ def _candidates_of_cut(
 
 
 def _sizes(share: int, rows: Sequence[int]) -> list[int]:
-    """Rows of a microbatch that divide those of a replica."""
+    """Return the rows of a microbatch that divide those of a replica."""
     found = [each for each in rows if share % each == 0]
     if len(found) < FEW_SIZES and rows == ROWS:
         found = [each for each in range(1, ROWS[-1] + 1) if share % each == 0]
@@ -95,12 +94,12 @@ def _sizes(share: int, rows: Sequence[int]) -> list[int]:
 class _Choice:
     """What was found out about the candidates of a layout."""
 
-    best: PlanCandidate | None = None  # the fastest one that fits
-    seconds: float = inf  # its step
-    bound: float = inf  # what was not simulated takes at least so many seconds
-    closest: PlanCandidate | None = None  # of those that do not fit, the one with the fewest bytes too many
-    excess: float = inf  # these bytes, nearly at least
-    larger: PlanCandidate | None = None  # of those that do not fit, the one that might be the fastest
+    best: PlanCandidate | None = None  # The fastest one that fits.
+    seconds: float = inf  # Its step.
+    bound: float = inf  # What was not simulated takes at least so many seconds.
+    closest: PlanCandidate | None = None  # The one that does not fit with the fewest bytes too many.
+    excess: float = inf  # These bytes, nearly at least.
+    larger: PlanCandidate | None = None  # The one that does not fit and might be the fastest.
 
     def reject(self, candidate: PlanCandidate, excess: float, least: float) -> None:
         """Note a candidate that needs `excess` bytes too many, nearly at least, and takes `least` seconds or more."""
@@ -111,14 +110,14 @@ class _Choice:
 
 
 def choose(found: Iterable[PlanCandidate], room: float) -> _Choice:
-    """The fastest candidate that fits into `room` bytes."""
+    """Choose the fastest candidate that fits into `room` bytes."""
     return _choose_each({None: [(0.0, lambda: found)]}, room)[None]
 
 
 def _choose_each(
     groups: Mapping[Key, Iterable[tuple[float, OfCut]]], room: float, ranked: int = RANKED, within: float = inf
 ) -> dict[Key, _Choice]:
-    """The fastest candidate of each group that fits into `room` bytes, of the `ranked` fastest groups.
+    """Choose the fastest candidate of each group that fits into `room` bytes, of the `ranked` fastest groups.
 
     Nothing that takes more than `within` seconds is looked at.
 
@@ -127,7 +126,7 @@ def _choose_each(
     is above the time of what is chosen in the end.
     """
     choices = {key: _Choice() for key in groups}
-    without: set[tuple[object, ...]] = set()  # what fits without recomputing, and is not slower then
+    without: set[tuple[object, ...]] = set()  # What fits without recomputing, and is not slower then.
     numbers = count()
     queue: list[tuple[float, int, Key, OfCut | PlanCandidate]] = []
     for key, cuts in groups.items():
@@ -167,7 +166,7 @@ def rank_plans(
     pricing_of: PricingOf | None = None,
     space: SearchSpace | None = None,
 ) -> Plans:
-    """All plans, the fastest first; `among` are the only layouts to look at."""
+    """Make all plans, the fastest first; `among` are the only layouts to look at."""
     space = space or SearchSpace(config.data.batch, optimizer_states(config))
     pricing_of = cache(pricing_of or (lambda layout, rows: Pricing(profile, cluster, layout, rows)))
     every = layouts_of(profile, cluster, space.batch) if among is None else among
@@ -186,7 +185,7 @@ def rank_plans(
 
 
 def _fewer_devices(seconds: float, profile: Profile, cluster: Cluster, space: SearchSpace) -> Iterator[str]:
-    """What a half, a quarter, ... of the devices would take, if that is as little as `seconds`."""
+    """Yield what a half, a quarter, ... of the devices would take, if that is as little as `seconds`."""
     part, best, within = cluster, None, ALIKE * seconds
     while part.world > 1:
         size = replace(part, hosts=part.hosts // 2) if part.hosts > 1 else replace(part, devices=part.devices // 2)
@@ -194,7 +193,7 @@ def _fewer_devices(seconds: float, profile: Profile, cluster: Cluster, space: Se
         every = layouts(part, **_limits_of(profile), batch=space.batch)
         ways, _ = _ways(every, pricing_of, space, part.room)
         if min((bound for group in ways.values() for bound, _ in group), default=inf) >= within:
-            break  # nothing can be faster, on these and on fewer
+            break  # Nothing can be faster, on these and on fewer.
         with _no_collections():
             choices = _choose_each(ways, part.room, 1, within)
         found = min(choices.values(), key=lambda choice: choice.seconds)
@@ -222,7 +221,7 @@ def _no_collections() -> Iterator[None]:
 def _choose_all(
     every: Iterable[MeshLayout], pricing_of: PricingOf, space: SearchSpace, room: float
 ) -> tuple[list[tuple[MeshLayout, _Choice]], list[Rejected]]:
-    """The best of each layout, the fastest first, as many as are ranked; and why the others were left out."""
+    """Return the best of each layout, the fastest first, as many as are ranked; and why the others were left out."""
     ways, too_large = _ways(every, pricing_of, space, room)
     found = _choose_each(ways, room)
     chosen = sorted(
@@ -231,11 +230,8 @@ def _choose_all(
     )
     rejected: list[Rejected] = []
     for layout in sorted(ways, key=lambda each: min((bound for bound, _ in ways[each]), default=inf)):
-        choice = found[layout]
-        if choice.best is None and choice.bound < inf:
-            rejected.append(Rejected(layout, f"takes {choice.bound:.4g} s at least, longer than the plans above"))
-        elif choice.best is None:
-            rejected.append(Rejected(layout, _why_not(layout, choice, room, space)))
+        if found[layout].best is None:
+            rejected.append(Rejected(layout, _why_not(layout, found[layout], room, space)))
     for layout, choice in chosen[RANKED:]:
         rejected.append(Rejected(layout, f"takes {choice.seconds:.4g} s, longer than the plans above"))
     for layout, memory in sorted(too_large.items(), key=lambda each: each[1].process):
@@ -246,8 +242,8 @@ def _choose_all(
 def _ways(
     every: Iterable[MeshLayout], pricing_of: PricingOf, space: SearchSpace, room: float
 ) -> tuple[dict[MeshLayout, list[tuple[float, OfCut]]], dict[MeshLayout, Memory]]:
-    """The cuts of every layout that may fit; and what those hold that cannot, on average and before any activation."""
-    groups: dict[MeshLayout, list[MeshLayout]] = {}  # both placements on hosts are one layout
+    """Return the cuts of all layouts that may fit; and what others hold on average, before any activation."""
+    groups: dict[MeshLayout, list[MeshLayout]] = {}  # Both placements on hosts are one layout.
     for layout in every:
         groups.setdefault(replace(layout, inner="dp"), []).append(layout)
     least = {layout: pricing_of(group[0], 1).average(space.states) for layout, group in groups.items()}
@@ -261,7 +257,7 @@ def _ways(
 
 
 def layouts_of(profile: Profile, cluster: Cluster, batch: int) -> list[MeshLayout]:
-    """Every layout that a model can have on a cluster."""
+    """List every layout that a model can have on a cluster."""
     found = list(layouts(cluster, **_limits_of(profile), batch=batch))
     if not found:
         places = sum(profile.counts_of(()))
@@ -274,17 +270,17 @@ def layouts_of(profile: Profile, cluster: Cluster, batch: int) -> list[MeshLayou
 
 
 def _limits_of(profile: Profile) -> dict[str, Any]:
-    """What a model says of the layouts that it can have."""
+    """Return what a model says of the layouts that it can have."""
     divisible = any(unit.parameters.divided for unit in profile.one)
     return {"most_stages": sum(profile.counts_of(())), "heads": profile.attention, "divisible": divisible}
 
 
 def _why_not(layout: MeshLayout, choice: _Choice, room: float, space: SearchSpace) -> str:
-    if choice.closest is None:
+    if choice.bound < inf:
+        return f"takes {choice.bound:.4g} s at least, longer than the plans above"
+    if (closest := choice.closest) is None:
         return f"no rows per microbatch divide its {space.batch // layout.dp} rows per replica, or too few layers"
-    candidate = choice.closest
-    family = f"{candidate.family}{', recomputed' if candidate.recompute else ''}"
-    return _too_much(candidate.fullest, room, family)
+    return _too_much(closest.fullest, room, f"{closest.family}{', recomputed' if closest.recompute else ''}")
 
 
 def _too_much(memory: Memory, room: float, what: str, names: Sequence[str] = KINDS) -> str:
@@ -295,7 +291,7 @@ def _too_much(memory: Memory, room: float, what: str, names: Sequence[str] = KIN
 
 
 def make_plan(config: TrainConfig, candidate: PlanCandidate, profile: Profile, cluster: Cluster) -> Plan:
-    """The plan of a candidate."""
+    """Make the plan of a candidate."""
     layout, rows, seconds = candidate.layout, candidate.pricing.rows, candidate.seconds
     batch = rows * candidate.microbatches * layout.dp
     return Plan(
@@ -321,22 +317,18 @@ def make_plan(config: TrainConfig, candidate: PlanCandidate, profile: Profile, c
 
 
 def _shares(candidate: PlanCandidate) -> dict[str, float]:
-    """Where the time of a step goes, by name: seconds."""
+    """Return where the time of a step goes, by name: seconds."""
     work = candidate.microbatches / candidate.layout.pp
     shares = {name: work * each for name, each in candidate.pricing.shares(candidate.cuts, candidate.split).items()}
     if candidate.recompute:
         shares["recomputing"] = work * sum(each.again for each in candidate.stages)
+    idle = max(0.0, candidate.priced[0] - sum(shares.values()))
     reduction, update = candidate.around
-    return {
-        **shares,
-        "idle": max(0.0, candidate.priced[0] - sum(shares.values())),
-        "reduction": reduction,
-        "update": update,
-    }
+    return {**shares, "idle": idle, "reduction": reduction, "update": update}
 
 
 def _searched(candidate: PlanCandidate) -> PlanCandidate:
-    """The same with a schedule that is searched for within the family's memory, where that is clearly faster."""
+    """Search for a schedule within the family's memory; return the candidate with it where that is clearly faster."""
     stages = candidate.layout.pp * candidate.stages_per_rank
     if candidate.layout.pp == 1 or stages * candidate.microbatches > SEARCHED:
         return candidate
@@ -352,20 +344,22 @@ def _searched(candidate: PlanCandidate) -> PlanCandidate:
     )
     after = replace(candidate, family="searched", searched=found.schedule)
     if candidate.is_measured and not after.is_measured:
-        return candidate  # only whole backwards were, and these are split
+        return candidate  # Only whole backwards were measured, and these are split.
     is_larger = any(a[0] > b[0] or a[1] > b[1] for a, b in zip(after.peaks, candidate.peaks, strict=True))
     saved = candidate.priced[0] - after.priced[0]
     return candidate if is_larger or saved < WORTH * candidate.priced[0] else after
 
 
 def _advice(best: Plan, chosen: Sequence[_Choice], cluster: Cluster) -> Iterator[str]:
-    """What limits the best plan."""
-    first, *others = best.shares  # the work itself, and the rest
+    """Describe what limits the best plan."""
+    first, *others = best.shares  # The work itself comes first.
     kind = max(others, key=lambda name: best.shares[name])
     yield f"{first}: {best.shares[first] / best.seconds:.0%} of a step; {kind}: {best.shares[kind] / best.seconds:.0%}"
     larger = min((each.larger for each in chosen if each.larger), key=lambda candidate: candidate.bound, default=None)
     if larger is not None and larger.bound < 0.97 * best.seconds and larger.seconds < 0.97 * best.seconds:
-        more = 1.001 * (larger.fullest.process - cluster.room) / (1 - cluster.device.headroom)  # rounded, it still fits
+        more = (
+            1.001 * (larger.fullest.process - cluster.room) / (1 - cluster.device.headroom)
+        )  # Rounded, it still fits.
         yield (
             f"memory: with {bytes_text(more)} more per device, {larger.layout} with {larger.family} would fit and take "
             f"{larger.seconds:.4g} s, {1 - larger.seconds / best.seconds:.0%} less"

@@ -21,7 +21,7 @@ from penstock.tools.train.config.settings import TrainConfig
 
 
 def config_of(plan: Plan, schedule: str | None = None) -> TrainConfig:
-    """The configuration of a plan; `schedule` is the file of one that no family has."""
+    """Return the configuration of a plan; `schedule` is the file of one that no family has."""
     if plan.layout.cp > 1:
         raise UsageError(
             f"{plan.layout} has an axis cp, which Penstock does not run; plan with cp=1 to get a configuration"
@@ -52,7 +52,7 @@ def run_config(
     microbatches: int,
     recompute: bool = False,
 ) -> TrainConfig:
-    """A configuration with another layout, schedule and cut.
+    """Return a configuration with another layout, schedule and cut.
 
     `counts` has the modules of each stage. A model that is not cut by counts is cut before the modules `names`.
     """
@@ -95,7 +95,7 @@ def write_plan(plan: Plan, path: Path) -> Path:
 
 
 def priced_settings(config: TrainConfig) -> str:
-    """A mark of all settings that a price depends on: a prediction holds while it stays the same."""
+    """Compute a mark of all settings that a price depends on: a prediction holds while it stays the same."""
     document = to_document(config)
     chosen = {name: document[name] for name in ("lora", "pipeline", "mesh")}
     keys = {"model": ("source", "options", "dtype"), "data": ("batch", "sequence"), "optimizer": ("name", "momentum")}

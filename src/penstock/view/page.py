@@ -11,7 +11,9 @@ keeps a hundred thousand spans in a few megabytes.
 from __future__ import annotations
 
 import html
+import json
 from collections.abc import Sequence
+from importlib import resources
 from os import PathLike
 from typing import Any
 
@@ -19,11 +21,12 @@ from penstock import writing
 from penstock.schedule import Op, Timeline
 from penstock.view.account import Account, account
 from penstock.view.curve import Curve
-from penstock.view.document import SHARED, asset, embedded, filled, ops
-from penstock.view.figures import idle_shares, in_flight, time_text
+from penstock.view.figures import COLOURS, MEANINGS, idle_shares, in_flight, shades, time_text
 from penstock.view.recorded import RecordedSteps
 from penstock.view.run import Run
 
+# Every page draws with these.
+SHARED = ("runs.js", "drawing.js", "gantt.js", "memory.js", "scatter.js", "navigate.js", "toolbar.js")
 TICKS = 10_000_000
 SCRIPTS = (*SHARED, "tables.js", "page.js")
 PLAIN = (Op.F, Op.B, Op.I, Op.W)
@@ -166,4 +169,29 @@ def _row(
             [round(span.length / tick) for span in sends],
             [str(span.action) for span in sends],
         ],
+    }
+
+
+def asset(name: str) -> str:
+    """Return the text of a file that comes with the package."""
+    return resources.files("penstock.view").joinpath("assets", *name.split("/")).read_text(encoding="utf-8")
+
+
+def embedded(document: object) -> str:
+    """Write JSON that can stand inside of a page."""
+    text = json.dumps(document, separators=(",", ":"))
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def filled(frame: str, **parts: str) -> str:
+    """Fill in what stands between the `@@` signs of a frame; what is filled in is never looked at again."""
+    pieces = asset(frame).split("@@")
+    return "".join(parts[piece] if odd % 2 else piece for odd, piece in enumerate(pieces))
+
+
+def ops() -> dict[str, dict[str, Any]]:
+    """Return how each op looks: its letter, meaning, and colours by the stage of a rank."""
+    return {
+        op.name: {"letter": op.name, "meaning": MEANINGS[op], "shades": shades(COLOURS[op]), "pair": op.is_pair}
+        for op in COLOURS
     }

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, Self
 
 from penstock.view.figures import percent, time_text
 
-__all__ = ["OUTLIER", "Recorded", "RecordedSteps", "cores_note", "run_notes"]
-
 LONGEST = 1e12  # seconds; more is no recording
 OUTLIER = 1.5  # times the median makespan
 LISTED = 5  # outliers that are named

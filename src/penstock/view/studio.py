@@ -16,9 +16,7 @@ from penstock.errors import UsageError
 from penstock.schedule import FAMILIES, Op, Schedule
 from penstock.schedule.dependencies import makes, needs
 from penstock.schedule.topology import Topology
-from penstock.view.document import SHARED, asset, embedded, filled, ops
-
-__all__ = ["RULES", "SCRIPTS", "Shown", "save_studio", "studio_data", "studio_page"]
+from penstock.view.page import SHARED, asset, embedded, filled, ops
 
 RULES = tuple(f"studio/{name}.js" for name in ("schedule", "proof", "builders", "rhythm", "bound", "files", "search"))
 SCRIPTS = (*RULES, *SHARED, "studio/picture.js", "studio/state.js", "studio/edit.js", "studio/studio.js")

@@ -37,7 +37,7 @@ void Operation::fail(std::exception_ptr error) {
 
 // The queue is never destroyed: its thread may wait for a peer for ever.
 Communicator::Communicator(std::string name, int device, int rank, std::vector<int> ranks)
-    : name(std::move(name)), queue(*new Queue(new_stream(device), true)), rank(rank), ranks(std::move(ranks)) {}
+    : name(std::move(name)), queue(queue_of_communicator(new_stream(device))), rank(rank), ranks(std::move(ranks)) {}
 
 void Communicator::connect(
     const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& members, double limit) {
@@ -60,6 +60,7 @@ void Communicator::launch(const OperationPtr& operation) {
   for (auto& each : operation->parts) each.number = (each.send ? sent_ : received_)[each.peer]++;
   pending_.push_back(operation);
   operation->launched = std::chrono::steady_clock::now();
+  queue.last_operation(operation->id);
   queue.push_wait(operation->after);
   // A kernel that waits for its peer may outlive the group that it was launched on.
   queue.push("communication", [self = shared_from_this(), operation] { self->run(*operation); });

@@ -128,7 +128,7 @@ void Queue::push_wait(const MomentPtr& moment) {
 }
 
 MomentPtr Queue::mark() {
-  auto made = std::make_shared<Moment>(this);
+  auto made = std::make_shared<Moment>(this, last_operation_);
   made->clock = ledger().now(key_);
   if (!always_deferred_ && !deferred)
     made->reach();
@@ -209,12 +209,17 @@ void Queue::carry_out(Task& task) {
   if (task.reach) task.reach->reach();
 }
 
-Queue& queue_of(Key stream) {
+namespace {
+Queue& queue_of(Key stream, bool always_deferred) {
   std::lock_guard<std::mutex> guard(queues_mutex);
   auto& found = queues()[stream];
-  if (!found) found = std::make_unique<Queue>(stream, false);
+  if (!found) found = std::make_unique<Queue>(stream, always_deferred);
   return *found;
 }
+}  // namespace
+
+Queue& queue_of(Key stream) { return queue_of(stream, false); }
+Queue& queue_of_communicator(Key stream) { return queue_of(stream, true); }
 
 bool deferring() { return deferred; }
 

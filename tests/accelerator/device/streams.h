@@ -3,6 +3,7 @@
 // Immediate: a task runs in the thread that launches it, at once. Deferred: a stream has a thread that runs its tasks one
 // after the other, so that the host runs ahead. A communicator's stream always has one, since its tasks wait for others.
 #pragma once
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -52,6 +53,7 @@ class Queue {
   void hurry(int by);  // while somebody waits, tasks do not lag
   bool idle();
   MomentPtr waits_for();  // what its thread stands at
+  void last_operation(int64_t operation) { last_operation_ = operation; }  // of a communicator: what a mark stands at
 
  private:
   struct Task {
@@ -73,10 +75,12 @@ class Queue {
   std::deque<Task> tasks_;
   bool busy_ = false, started_ = false;
   int hurry_ = 0;
+  std::atomic<int64_t> last_operation_{0};
   MomentPtr waits_for_;
 };
 
 Queue& queue_of(Key stream);
+Queue& queue_of_communicator(Key stream);  // always deferred; who waits for the device waits for it, too
 
 // Deferred mode. With a lag, a task waits so many seconds before it runs, unless somebody waits for its stream.
 bool deferring();

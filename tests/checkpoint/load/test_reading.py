@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.checkpoint.disk.manifest import INDEX, MANIFEST, checksum_of, seal
+from penstock.checkpoint.export import export
 from penstock.errors import CheckpointError
 
 NUMBERS = "process-00000.safetensors"
@@ -176,6 +177,21 @@ def test_pieces_that_overlap(saved: Path, tmp_path: Path) -> None:
     (path / INDEX).write_text(json.dumps(index))
     reseal(path, json.loads((path / MANIFEST).read_bytes()))
     assert "overlap" in str(load(path))
+
+
+def test_a_file_is_not_read_again_for_each_piece_of_a_tensor(saved: Path, tmp_path: Path) -> None:
+    """An export of a checkpoint of megabytes filled the memory: one tensor of the file was a thousand pieces."""
+    path = tmp_path / "pieces"
+    shutil.copytree(saved, path)
+    index = json.loads((path / INDEX).read_bytes())
+    key = next(key for key, value in index["tensors"].items() if value["shape"] == [4, 4])
+    (chunk,) = index["tensors"][key]["chunks"]
+    rows = [{**chunk, "offsets": [4 * number, 0]} for number in range(1000)]
+    index["tensors"][key] |= {"shape": [4000, 4], "chunks": rows}
+    (path / INDEX).write_text(json.dumps(index))
+    reseal(path, json.loads((path / MANIFEST).read_bytes()))
+    with pytest.raises(CheckpointError, match=f"{NUMBERS} is to have several pieces of {key}"):
+        export(path, tmp_path / "out")
 
 
 def test_a_tensor_in_thousands_of_columns_is_refused_at_once(saved: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from penstock.runtime.state.randomness import StepCounter
 from penstock.schedule import FAMILIES
 from penstock.schedule.builders import TRAINING
 from penstock.tools.parity_check.parity import Parity
-from penstock.tools.parity_check.uncut import check_close
+from penstock.tools.parity_check.tensor_trace import check_close
 
 WIDTH, ROWS, M = 6, 10, 4  # ragged: 3, 3, 2 and 2 rows
 

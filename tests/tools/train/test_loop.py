@@ -31,7 +31,7 @@ from penstock.tools.train.run.metrics import Metrics, read_metrics
 from penstock.tools.train.run.progress import Pace, Progress, StepFigures, of_time
 from penstock.tools.train.run.run_folder import RunFolder
 from penstock.tools.train.updates.nonfinite import NonFinite
-from penstock.tools.train.updates.rate import rate_at
+from penstock.tools.train.updates.optimizer import rate_at
 from penstock.tools.train.worker import Job, train_here
 
 TINY = [

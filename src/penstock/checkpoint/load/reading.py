@@ -71,7 +71,11 @@ class CheckpointContents:
         taken.
         """
         sizes = {name: os.stat(self.path / name).st_size for name in {name for name, _ in self._homes.values()}}
+        pieces: set[tuple[str, str]] = set()
         for (key, _), (name, shape) in self._homes.items():
+            if (key, name) in pieces:  # A file has one tensor of a name, which would be read again for each piece.
+                raise ValueError(f"{name} is to have several pieces of {key}")
+            pieces.add((key, name))
             need = math.prod(shape) * self._metadata[key].dtype.itemsize
             if need > sizes[name]:
                 raise ValueError(f"{name} has {sizes[name]} bytes, and a piece of {key} in it is to have {need}")

@@ -11,27 +11,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import typer
 from rich import box
 from rich.table import Table
 
 from penstock.cli.output import fold, guarded, number, rendered, terminal_width, working, write, write_json
 from penstock.cli.schedules.costs import RankTimeOptions, amount
 from penstock.cli.schedules.show import drawing
-from penstock.cli.source import MOST_COMPUTES, AsJson, Sizes
+from penstock.cli.source import MOST_COMPUTES, AsJson, Sizes, option
 from penstock.schedule import FAMILIES, Costs, Family, Schedule, build, simulate, steady_state
 from penstock.schedule.columns import check_size
 from penstock.view.figures import counted, percent
 
 ROUNDING = 1e-9
-FIGURES = {
-    "makespan": number,
-    "idle_share": percent,
-    "steady_idle_share": percent,
-    "peak_activations": number,
-}
+FIGURES = {"makespan": number, "idle_share": percent, "steady_idle_share": percent, "peak_activations": number}
 WIDE = 1000  # columns of a pipe: no cell is ever folded there
-Draw = Annotated[bool, typer.Option("--draw", help="Draw each schedule as well.")]
+Draw = Annotated[bool, option("Draw each schedule as well.", "--draw")]
 
 
 @dataclass(frozen=True)

@@ -9,27 +9,26 @@ import typer
 from penstock.cli.output import fold, guarded, number, terminal_width, working, write, write_json
 from penstock.cli.schedules.costs import TravelOptions, amount
 from penstock.cli.schedules.simulate import Jitter, Seed
-from penstock.cli.source import AsJson, Sizes, Source, count, described, identity, read_proved
+from penstock.cli.source import AsJson, Sizes, Source, count, described, identity, option, read_proved
 from penstock.view.figures import counted
 
 SHOWN = 8  # ranks whose notices are shown
 
 Faults = Annotated[
     list[str],
-    typer.Option(
+    option(
+        "What goes wrong, such as 'die 3 at 12.5', 'stop 3 at 3B2 for 40' or 'lose 2SEND_F4'; may be repeated.",
         "--fault",
         "-f",
         metavar="TEXT",
         default_factory=list,
-        help="What goes wrong, such as 'die 3 at 12.5', 'stop 3 at 3B2 for 40' or 'lose 2SEND_F4'; may be repeated.",
         show_default=False,
     ),
 ]
 Steps = Annotated[int, count("Training steps.")]
-Timeout = Annotated[str, typer.Option(metavar="SECONDS", help="How long a rank may be silent.")]
+Timeout = Annotated[str, option("How long a rank may be silent.", metavar="SECONDS")]
 StoreHost = Annotated[
-    int | None,
-    count("The rank whose process has the store (default: the launcher has it).", least=0, metavar="RANK"),
+    int | None, count("The rank whose process has the store (default: the launcher has it).", least=0, metavar="RANK")
 ]
 
 
@@ -81,9 +80,8 @@ def _lines(found: Any, title: str, steps: int) -> list[str]:
     if found.notices:
         lines += ["", str(found.notices[0].error).partition("\n")[0], ""]
         lines += [_told(notice) for notice in found.notices[:SHOWN]]
-        if len(found.notices) > SHOWN:
-            last = found.notices[-1]
-            lines.append(f"{counted(len(found.notices) - SHOWN, 'notice')} more, the last at {number(last.time)}")
+    if (more := len(found.notices) - SHOWN) > 0:
+        lines.append(f"{counted(more, 'notice')} more, the last at {number(found.notices[-1].time)}")
     return lines
 
 

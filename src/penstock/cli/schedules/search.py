@@ -1,88 +1,84 @@
 """`penstock search`: the best schedule for given costs and memory, and how near to the best possible it is.
 
 Costs and memory are those of a whole rank, so that they mean the same whatever number of stages
-a rank gets: with v stages each takes 1 / v.
+a rank gets: with v stages each takes 1 / v. With --curve, idle time is shown against memory.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from penstock.cli.output import fold, guarded, number, terminal_width, write, write_json
+from penstock import writing
+from penstock.cli.output import fold, guarded, number, terminal_width, write, write_json, writes
 from penstock.cli.schedules.costs import RankTimeOptions, amount, amounts
-from penstock.cli.schedules.curve import refuse_with_curve, show_curve
 from penstock.cli.schedules.show import drawing
-from penstock.cli.source import MOST_COMPUTES, MOST_SEARCHED, AsJson, BatchSizes, described, identity
+from penstock.cli.source import MOST_COMPUTES, MOST_SEARCHED, AsJson, BatchSizes, described, identity, option
 from penstock.errors import UsageError
-from penstock.schedule import Found, search_curve, search_report
+from penstock.schedule import CurvePoint, Found, search_curve, search_report
 from penstock.schedule.columns import check_size
 from penstock.schedule.files.text import file_kind
 from penstock.tools.search.curve import SHARES
 from penstock.view.figures import percent
+from penstock.view.pictures.memory_curve import curve_lines, curve_page
+
+BAR = "\N{FULL BLOCK}"
+PIPE_WIDTH = 100
 
 Memory = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "The most that a rank, or each of them, may hold, in units of --activation (default: no cap).",
         metavar="NUMBER[,...]",
-        help="The most that a rank, or each of them, may hold, in units of --activation (default: no cap).",
     ),
 ]
 Recompute = Annotated[
-    bool, typer.Option("--recompute", help="Also try to run forwards again in the backward, where that saves memory.")
+    bool, option("Also try to run forwards again in the backward, where that saves memory.", "--recompute")
 ]
 Sizes = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "Numbers of stages on a rank to try (default: 1 to 4, and 6 and 8 if that is not too large).",
         "--stages-per-rank",
         "-v",
         metavar="N[,...]",
-        help="Numbers of stages on a rank to try (default: 1 to 4, and 6 and 8 if that is not too large).",
     ),
 ]
-Placements = Annotated[str, typer.Option(metavar="NAME[,...]", help="Placements to try: loop, v.")]
-Seconds = Annotated[
-    str | None, typer.Option(metavar="TIME", help="How long to search; with --curve, at each cap (default: 5).")
-]
+Placements = Annotated[str, option("Placements to try: loop, v.", metavar="NAME[,...]")]
+Seconds = Annotated[str | None, option("How long to search; with --curve, at each cap (default: 5).", metavar="TIME")]
 Effort = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="How many orders to price, in place of --seconds: the same answer everywhere."),
+    int | None, option("How many orders to price, in place of --seconds: the same answer everywhere.", metavar="N")
 ]
 Objective = Annotated[
     str,
-    typer.Option(
-        metavar="makespan|steady|span", help="steady: time per step where steps overlap; span: the longest of one rank."
-    ),
+    option("steady: time per step where steps overlap; span: the longest of one rank.", metavar="makespan|steady|span"),
 ]
-Seed = Annotated[int, typer.Option(metavar="N", help="Where the random numbers start.")]
-Save = Annotated[str | None, typer.Option(metavar="FILE", help="Write the schedule to a .csv or .json file.")]
-Draw = Annotated[bool, typer.Option("--draw", help="Draw the schedule.")]
+Seed = Annotated[int, option("Where the random numbers start.", metavar="N")]
+Save = Annotated[str | None, option("Write the schedule to a .csv or .json file.", metavar="FILE")]
+Draw = Annotated[bool, option("Draw the schedule.", "--draw")]
 Curve = Annotated[
-    bool,
-    typer.Option("--curve", help="Search at many caps, and draw idle time against memory; --memory lists the caps."),
+    bool, option("Search at many caps, and draw idle time against memory; --memory lists the caps.", "--curve")
 ]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="With --curve: write a page, one file, no network.")]
+Html = Annotated[Path | None, option("With --curve: write a page, one file, no network.", metavar="FILE")]
 
 
 @dataclass(frozen=True)
 class SearchCostOptions(RankTimeOptions):
     """Also the memory of a microbatch."""
 
-    activation: Annotated[
-        str, typer.Option(metavar="NUMBER", help="Memory of one microbatch on a whole rank, F to I.")
-    ] = "1"
-    held: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="What of it stays between I and W (default: all of it).")
-    ] = None
-    kept: Annotated[
-        str, typer.Option(metavar="NUMBER", help="What of it a stage that recomputes keeps from F on: its input.")
-    ] = "0"
+    activation: Annotated[str, option("Memory of one microbatch on a whole rank, F to I.", metavar="NUMBER")] = "1"
+    held: Annotated[str | None, option("What of it stays between I and W (default: all of it).", metavar="NUMBER")] = (
+        None
+    )
+    kept: Annotated[str, option("What of it a stage that recomputes keeps from F on: its input.", metavar="NUMBER")] = (
+        "0"
+    )
 
 
 @guarded
@@ -121,9 +117,9 @@ def search(
     caps = None if memory is None else amounts("--memory", memory)
     _check_targets(save, html)
     if curve:
-        refuse_with_curve(
-            {"--save": save, "--draw": draw, "--recompute": recompute, "--objective": objective != "makespan"}
-        )
+        single = {"--save": save, "--draw": draw, "--recompute": recompute, "--objective": objective != "makespan"}
+        if wrong := next((name for name, value in single.items() if value), None):
+            raise UsageError(f"{wrong} is for one schedule, and --curve draws many; leave one of them out")
         given_caps = (caps,) if isinstance(caps, float) else caps
         with _Bar((limit if effort is None else effort) * len(given_caps or SHARES)) as bar:
             points = search_curve(ranks, microbatches, costs, given_caps, several, kinds, progress=bar, **budget)
@@ -148,9 +144,9 @@ def _check_targets(save: str | None, html: Path | None) -> None:
     """Refuse what cannot be written before the search: what it found would be lost."""
     if save is not None:
         file_kind(Path(save))
-    for option, path in (("--save", save), ("--html", html)):
+    for name, path in (("--save", save), ("--html", html)):
         if path is not None and not Path(path).absolute().parent.is_dir():
-            raise UsageError(f"{option} {path}: there is no folder {Path(path).parent}; make it, or name another one")
+            raise UsageError(f"{name} {path}: there is no folder {Path(path).parent}; make it, or name another one")
 
 
 def _write(found: Found, draw: bool, save: str | None) -> None:
@@ -225,15 +221,39 @@ def _document(found: Found) -> dict[str, Any]:
         **identity(found.schedule),
         "placement": list(found.schedule.placement),
         "recompute": sorted(found.schedule.recompute),
-        "objective": found.objective,
-        "value": found.value,
+        **{name: getattr(found, name) for name in ("objective", "value", "lower_bound", "gap", "seconds")},
         "makespan": timeline.makespan,
-        "lower_bound": found.lower_bound,
-        "gap": found.gap,
         "idle_share": timeline.bubble,
         "steady_period": found.steady.period,
         "steady_idle_share": found.steady.idle,
         "peak_memory": list(timeline.peak_memory),
-        "seconds": found.seconds,
         "tried": tried,
+    }
+
+
+def show_curve(points: Sequence[CurvePoint], ranks: int, microbatches: int, html: Path | None, as_json: bool) -> None:
+    """Write the curve as text or JSON, and as a page where one is asked for."""
+    title = f"{ranks} ranks, {microbatches} microbatches: idle time against memory"
+    if html is not None:
+        writing.save(html, curve_page(points, title))
+    if as_json:
+        write_json({"ranks": ranks, "microbatches": microbatches, "points": list(map(_point, points))})
+        return
+    columns = terminal_width() or PIPE_WIDTH
+    write(fold(title, columns))
+    write("\n".join(curve_lines(points, columns, BAR if writes(BAR) else "#")))
+    if html is not None:
+        write(f"saved to {html}")
+
+
+def _point(point: CurvePoint) -> dict[str, Any]:
+    found = point.found
+    return {
+        "memory": point.memory,
+        "idle_share": point.idle,
+        "makespan": found.timeline.makespan,
+        "lower_bound": found.lower_bound,
+        "peak_memory": list(found.timeline.peak_memory),
+        "stages_per_rank": found.chosen.stages_per_rank,
+        "placement": found.chosen.placement,
     }

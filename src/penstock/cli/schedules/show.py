@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from penstock.cli.output import complain, fold, guarded, paints, shortened, terminal_width, write
-from penstock.cli.source import AsJson, Sizes, Source, count, described, is_file, read
+from penstock.cli.source import AsJson, Sizes, Source, count, described, is_file, option, read
 from penstock.errors import UsageError
 from penstock.schedule import Op, Schedule, Timeline, faults, lower, simulate, steady_state
 from penstock.schedule.files.text import to_json
@@ -24,13 +24,10 @@ MEANINGS = {op: f"{op} {meaning}" for op, meaning in COMPUTES.items() if op.is_c
 ROUNDING = 1e-9
 
 Width = Annotated[
-    int | None,
-    count("Wrap the drawing (default: the terminal; a pipe is not wrapped).", least=20, metavar="COLUMNS"),
+    int | None, count("Wrap the drawing (default: the terminal; a pipe is not wrapped).", least=20, metavar="COLUMNS")
 ]
-Lowered = Annotated[bool, typer.Option("--lowered", help="The program that is run: with transfers, no idle slots.")]
-Save = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Also write it, to .csv (torch's dialect) or .json (everything).")
-]
+Lowered = Annotated[bool, option("The program that is run: with transfers, no idle slots.", "--lowered")]
+Save = Annotated[Path | None, option("Also write it, to .csv (torch's dialect) or .json (everything).", metavar="FILE")]
 
 
 @guarded

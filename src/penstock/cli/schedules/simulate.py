@@ -5,11 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import typer
-
 from penstock.cli.output import fold, guarded, number, terminal_width, working, write, write_json
 from penstock.cli.schedules.costs import CostOptions, amount
-from penstock.cli.source import AsJson, Sizes, Source, Steps, check_steps, count, described, identity, read_proved
+from penstock.cli.source import (
+    AsJson,
+    Sizes,
+    Source,
+    Steps,
+    check_steps,
+    count,
+    described,
+    identity,
+    option,
+    read_proved,
+)
 from penstock.schedule import Costs, Span, Spread, SteadyState, Timeline, steady_state, what_if
 from penstock.schedule import simulate as price
 from penstock.schedule.files.drawing import table
@@ -19,7 +28,7 @@ from penstock.view.figures import percent
 PATH_ENDS = 8  # actions of the critical path that are shown at either end
 
 Jitter = Annotated[
-    str, typer.Option(metavar="SHARE", help="Relative spread of each compute's time, such as 0.1.", show_default=False)
+    str, option("Relative spread of each compute's time, such as 0.1.", metavar="SHARE", show_default=False)
 ]
 Draws = Annotated[int, count("How many times the jitter is drawn.")]
 Seed = Annotated[int, count("Where the random numbers start.", least=0)]
@@ -91,14 +100,9 @@ def _numbers(value: Any) -> str:
 
 
 def _by_rank(timeline: Timeline) -> str:
-    rows = [("rank", "idle share", "peak activations", "peak memory")]
-    rows += [
-        (str(rank), percent(idle), str(held), number(memory))
-        for rank, (idle, held, memory) in enumerate(
-            zip(timeline.idle, timeline.peak_activations, timeline.peak_memory, strict=True)
-        )
-    ]
-    return table(rows)
+    columns = zip(timeline.idle, timeline.peak_activations, timeline.peak_memory, strict=True)
+    rows = [(str(rank), percent(idle), str(held), number(most)) for rank, (idle, held, most) in enumerate(columns)]
+    return table([("rank", "idle share", "peak activations", "peak memory"), *rows])
 
 
 def _path(path: tuple[Span, ...]) -> str:

@@ -14,7 +14,7 @@ import typer
 
 from penstock import writing
 from penstock.cli.output import guarded, write
-from penstock.cli.source import BatchSizes, Sizes, complete_source, is_file, naming, read, whole
+from penstock.cli.source import BatchSizes, Sizes, complete_source, count, is_file, naming, option, read
 from penstock.errors import UsageError
 from penstock.schedule import FAMILIES, Schedule, family
 from penstock.view.studio import Shown, studio_page
@@ -33,10 +33,8 @@ Sources = Annotated[
         autocompletion=complete_source,
     ),
 ]
-Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the page to a file, instead of serving it.")]
-Port = Annotated[
-    int, typer.Option(parser=whole(0), metavar="PORT", help="Where to serve it, on this machine alone; 0: a free one.")
-]
+Out = Annotated[Path | None, option("Write the page to a file, instead of serving it.", metavar="FILE")]
+Port = Annotated[int, count("Where to serve it, on this machine alone; 0: a free one.", metavar="PORT", least=0)]
 
 
 @guarded

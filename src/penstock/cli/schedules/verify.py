@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from penstock.cli.output import document_of, guarded, working, write, write_faults, write_json
-from penstock.cli.source import AsJson, Sizes, Source, Steps, check_steps, described, identity, read
+from penstock.cli.source import AsJson, Sizes, Source, Steps, check_steps, described, identity, option, read
 from penstock.errors import Fault, ScheduleError
 from penstock.schedule import Op, Schedule, faults, lower
 from penstock.schedule.proof.certificate import LINKS, RULES, certificate_of
@@ -17,7 +17,7 @@ from penstock.view.figures import counted
 
 Links = Annotated[
     Literal["direction", "pair", "rank"],
-    typer.Option(help="What has a stream of its own, in which one transfer follows another; Penstock: direction."),
+    option("What has a stream of its own, in which one transfer follows another; Penstock: direction."),
 ]
 COUNTED = (("computes", Op.F, Op.W), ("transfers", Op.SEND_F, Op.RECV_B), ("sharding", Op.UNSHARD, Op.REDUCE_GRAD))
 
@@ -76,14 +76,10 @@ def _sentences(schedule: Schedule, program: Schedule, steps: int, links: str) ->
         "none before what it needs",
         f"  {counts['transfers']:,} transfers {given}: {messages}, each link's receives in the order of its sends",
     ]
-    if counts["sharding"]:
-        lines.append(
-            f"  {counts['sharding']:,} sharding actions: each stage is whole when it computes, and reduced once"
-        )
-        if schedule is not program:
-            lines.append(
-                "  the file has sharding but no transfers: they were added to its computes alone, and proved so"
-            )
+    if sharding := counts["sharding"]:
+        lines.append(f"  {sharding:,} sharding actions: each stage is whole when it computes, and reduced once")
+    if sharding and schedule is not program:
+        lines.append("  the file has sharding but no transfers: they were added to its computes alone, and proved so")
     lines.append(f"  no deadlock: the program ends with nothing buffered and one stream for {LINKS[links]}")
     if steps > 1:
         lines.append(f"  {steps} steps back to back, no rank waiting for the others in between: no deadlock either")

@@ -16,7 +16,7 @@ import typer
 from penstock.cli.output import fold, guarded, rendered, terminal_width, working, write, write_json, writes
 from penstock.cli.runs import ShownRun, is_run, load_recording
 from penstock.cli.schedules.costs import TimeOptions, amount
-from penstock.cli.source import AsJson, Sizes, complete_source, count, identity, is_file, read_one_of
+from penstock.cli.source import AsJson, Sizes, complete_source, count, identity, is_file, option, read_one_of
 from penstock.schedule import FAMILIES, Costs, Schedule, Timeline, simulate
 from penstock.tools.search.calibrate import costs_of, fitted
 from penstock.view.account import account
@@ -39,19 +39,17 @@ Sources = Annotated[
         autocompletion=complete_source,
     ),
 ]
-Predicted = Annotated[
-    bool, typer.Option("--predicted", help="Beside each recorded run, what its own costs would predict.")
-]
-Html = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page: one file, no network.")]
-Svg = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a picture for a document.")]
-Png = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the picture as pixels.")]
-Trace = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a trace for Perfetto or chrome://tracing.")]
+Predicted = Annotated[bool, option("Beside each recorded run, what its own costs would predict.", "--predicted")]
+Html = Annotated[Path | None, option("Write a page: one file, no network.", metavar="FILE")]
+Svg = Annotated[Path | None, option("Write a picture for a document.", metavar="FILE")]
+Png = Annotated[Path | None, option("Write the picture as pixels.", metavar="FILE")]
+Trace = Annotated[Path | None, option("Write a trace for Perfetto or chrome://tracing.", metavar="FILE")]
 ActivationBytes = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "Bytes that one microbatch holds on a rank, in all its stages: memory is then shown in bytes.",
         "--activation",
         metavar="BYTES",
-        help="Bytes that one microbatch holds on a rank, in all its stages: memory is then shown in bytes.",
     ),
 ]
 Width = Annotated[int | None, count(f"Columns of the chart (a pipe: {PIPE_WIDTH}).", least=24, metavar="COLUMNS")]

@@ -9,12 +9,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
-import typer
-
 from penstock.cli.output import fold, guarded, terminal_width, working, write, write_json
 from penstock.cli.runs import load_run
 from penstock.cli.schedules.costs import amount
-from penstock.cli.source import AsJson, Sizes, identity, is_file, read_one_of
+from penstock.cli.source import AsJson, Sizes, identity, is_file, option, read_one_of
 from penstock.errors import UsageError
 from penstock.schedule import FAMILIES, Costs, Op, Schedule, Timeline, simulate
 from penstock.schedule.files.drawing import table
@@ -22,24 +20,19 @@ from penstock.tools.search.calibrate import costs_of, fitted, outside
 from penstock.view.figures import percent, time_text
 
 From = Annotated[
-    str,
-    typer.Option(
-        "--from", metavar="RUN", help="A recorded run: timeline.save's file, or its folder.", show_default=False
-    ),
+    str, option("A recorded run: timeline.save's file, or its folder.", "--from", metavar="RUN", show_default=False)
 ]
 Schedules = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        f"What to try, once or several times: {', '.join(FAMILIES)}, or a file (default: the run's own).",
         "--schedule",
         "-s",
         metavar="NAME|FILE",
-        help=f"What to try, once or several times: {', '.join(FAMILIES)}, or a file (default: the run's own).",
         show_default=False,
     ),
 ]
-HopTime = Annotated[
-    str | None, typer.Option(metavar="TIME", help="Another time from rank to rank than the run's, in seconds.")
-]
+HopTime = Annotated[str | None, option("Another time from rank to rank than the run's, in seconds.", metavar="TIME")]
 
 FIGURES = ("makespan", "step", "a_microbatch", "idle_share", "peak_activations")
 
@@ -152,11 +145,7 @@ def _document(
         "run": {"makespan": run.makespan, "predicted": itself, "error": error, "outside": beside},
         "costs": asdict(costs),
         "predictions": [
-            {
-                **identity(entry.schedule),
-                "schedule": entry.label,
-                **{name: getattr(entry, name) for name in FIGURES},
-            }
+            {**identity(entry.schedule), "schedule": entry.label, **{name: getattr(entry, name) for name in FIGURES}}
             for entry in found
         ],
     }

@@ -17,9 +17,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from penstock.compat.gpipe.arguments import as_devices, check_gpipe, check_tangents
+from penstock.compat.gpipe.arguments import (
+    Balance,
+    CutRequest,
+    as_devices,
+    check_gpipe,
+    check_tangents,
+    cut_another_path,
+)
 from penstock.compat.gpipe.calls import Calls
-from penstock.compat.gpipe.cut_request import Balance, CutRequest, cut_another_path
 from penstock.errors import ModelError, PathError, UsageError
 from penstock.model.lru_cache import LruCache
 from penstock.model.replay.recording.unit_calls import shapes_of

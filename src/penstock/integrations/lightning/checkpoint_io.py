@@ -19,8 +19,6 @@ from penstock.errors import UsageError
 if TYPE_CHECKING:
     from penstock.integrations.lightning.strategy import PipelineStrategy
 
-__all__ = ["PipelineCheckpointIO"]
-
 PARTS = ("state_dict", "optimizer_states")  # Each process writes these by itself.
 
 

@@ -9,8 +9,6 @@ from lightning.pytorch import LightningModule, Trainer
 
 from penstock.errors import UsageError
 
-__all__ = ["check_options", "check_use"]
-
 GIVEN = {
     "model": "the LightningModule is cut",
     "loss_fn": "training_step returns the loss",

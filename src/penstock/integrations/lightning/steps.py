@@ -2,7 +2,8 @@
 
 `training_step` is code of the user: it calls submodules, computes a loss and logs numbers. Run as a forward, it is cut
 like any other; its output, on the last stage, is the loss and what was logged. So a LightningModule needs no change.
-What the microbatches have logged becomes numbers of the batch.
+What the microbatches have logged becomes numbers of the batch. A batch of the data shows how to cut the module, before
+Lightning has set up its loaders.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
 from penstock.errors import UsageError
-from penstock.integrations.lightning.example import rows_of
+from penstock.integrations.accumulation import first_rows
 from penstock.pipeline import StepResult
-
-__all__ = ["TRAINING", "Logged", "ModuleSteps", "follow_log", "joined_logs", "number_of"]
 
 Logged = dict[str, tuple[Any, dict[str, Any]]]  # name -> a number, and the options of log()
 Number = tuple[float, str, dict[str, Any]]  # a value, the name of its dtype, and the options of log()
@@ -100,3 +101,22 @@ def joined_logs(result: StepResult, batch: Any, count: int) -> dict[str, Number]
             options = {**options, "batch_size": sum(sizes) if isinstance(sizes, list) else sizes * count}
         found[name] = (number, *number_of(each_value[0], options)[1:])
     return found
+
+
+def example_batch(trainer: Trainer, rows: int) -> Any:
+    """Return the first rows of what the trainer is about to run on; random numbers stay as they were."""
+    loop: Any = trainer._active_loop
+    loader: Any = loop._data_source.dataloader()
+    while isinstance(loader, (list, tuple)) and len(loader) == 1:
+        loader = loader[0]
+    if not isinstance(loader, DataLoader):
+        raise UsageError(
+            f"the model is cut with a batch of its data, and a {type(loader).__name__} cannot provide one; pass "
+            f"PipelineStrategy(example=batch), with a batch as a step gets it"
+        )
+    return first_rows(loader.dataset, rows, loader.collate_fn)
+
+
+def rows_of(batch: Any) -> int:
+    """Return how many rows a batch has: its first tensor's."""
+    return next((len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)

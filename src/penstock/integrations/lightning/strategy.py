@@ -24,10 +24,15 @@ from penstock.errors import CheckpointError, UsageError
 from penstock.integrations.accumulation import AccumulationScale, take_count
 from penstock.integrations.lightning.checkpoint_io import PipelineCheckpointIO
 from penstock.integrations.lightning.checks import check_options, check_use
-from penstock.integrations.lightning.example import example_batch
-from penstock.integrations.lightning.steps import TRAINING, ModuleSteps, follow_log, joined_logs, number_of
-from penstock.integrations.model_state import load_own
-from penstock.integrations.optimizer_state import OptimizerState
+from penstock.integrations.lightning.steps import (
+    TRAINING,
+    ModuleSteps,
+    example_batch,
+    follow_log,
+    joined_logs,
+    number_of,
+)
+from penstock.integrations.optimizer_state import OptimizerState, load_own
 from penstock.parallel.mesh import Axes, mesh
 from penstock.pipeline import Pipeline
 from penstock.pipeline.model_state.carry import carry
@@ -35,8 +40,6 @@ from penstock.runtime.batch.batch_options import BatchOptions
 from penstock.runtime.batch.microbatch import Microbatches
 from penstock.runtime.messages.collective import all_gather
 from penstock.schedule import Schedule, family
-
-__all__ = ["PipelineStrategy"]
 
 PREFIX = "module."  # The LightningModule's names in `ModuleSteps` begin so.
 CLOCK = "penstock"  # Key in a checkpoint: where the pipeline's random numbers stand.

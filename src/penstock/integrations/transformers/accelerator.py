@@ -18,8 +18,6 @@ from torch import Tensor
 
 from penstock.parallel.mesh import Axes
 
-__all__ = ["ReplicaAccelerator"]
-
 
 class ReplicaAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has no types
     """An Accelerator whose data-parallel processes are the replicas of a pipeline."""

@@ -10,8 +10,6 @@ from transformers import Trainer, TrainingArguments
 
 from penstock.errors import UsageError
 
-__all__ = ["check_optimizer", "check_options", "check_use"]
-
 # Options of Pipeline that follow from the Trainer's own arguments.
 GIVEN = {
     "model": "pass it to the trainer",

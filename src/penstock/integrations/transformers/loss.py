@@ -15,8 +15,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from penstock.runtime.loss.loss_options import LossOptions
 
-__all__ = ["TrainerLoss"]
-
 ITEMS = "num_items_in_batch"
 
 

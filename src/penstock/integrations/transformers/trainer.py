@@ -21,20 +21,16 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_utils import EvalLoopOutput
 
 from penstock.errors import UsageError
-from penstock.integrations.accumulation import AccumulationScale, take_count
-from penstock.integrations.first_rows import first_rows
+from penstock.integrations.accumulation import AccumulationScale, first_rows, take_count
 from penstock.integrations.optimizer_state import OptimizerState
 from penstock.integrations.transformers.accelerator import ReplicaAccelerator
 from penstock.integrations.transformers.checks import check_optimizer, check_options, check_use
-from penstock.integrations.transformers.evaluation import from_last_rank, logits_of
 from penstock.integrations.transformers.loss import TrainerLoss
-from penstock.integrations.transformers.pipelined import Pipelined
+from penstock.integrations.transformers.pipelined import Pipelined, from_last_rank, logits_of
 from penstock.parallel.mesh import Axes
 from penstock.pipeline import Pipeline, StepResult
 from penstock.reading import read_json
 from penstock.schedule import Schedule, family
-
-__all__ = ["PipelineTrainer"]
 
 CLOCK_NAME = "pipeline.json"  # Name in a checkpoint: where the pipeline's random numbers stand.
 PER_RANK = 4  # microbatches per rank, where nothing is said and the batch has as many rows

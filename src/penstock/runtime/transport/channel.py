@@ -197,24 +197,22 @@ class ChannelEnds:
                 self.outgoing[number] = make_outgoing(number, channel)
 
     def receiving(self, channel_number: int) -> Incoming:
-        end = self.incoming.get(channel_number)
-        if end is None:
+        if channel_number not in self.incoming:
             raise self._missing(channel_number, "receive")
-        return end
+        return self.incoming[channel_number]
 
     def sending(self, channel_number: int) -> Outgoing:
-        end = self.outgoing.get(channel_number)
-        if end is None:
+        if channel_number not in self.outgoing:
             raise self._missing(channel_number, "send")
-        return end
+        return self.outgoing[channel_number]
 
     def _missing(self, channel_number: int, wanted: str) -> UsageError:
         if not 0 <= channel_number < len(self.channels):
             return UsageError(f"channel {channel_number} is not open; {len(self.channels)} are")
         channel = self.channels[channel_number]
-        ends = f"rank {channel.source_rank} to {channel.target_rank}"
         return UsageError(
-            f"rank {self.rank} cannot {wanted} on channel {channel_number} ({channel}), which goes from {ends}"
+            f"rank {self.rank} cannot {wanted} on channel {channel_number} ({channel}), which goes from rank "
+            f"{channel.source_rank} to {channel.target_rank}"
         )
 
     def counts(self) -> dict[int, int]:

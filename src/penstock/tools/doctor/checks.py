@@ -17,7 +17,7 @@ import penstock
 from penstock.errors import PeerFailure
 from penstock.schedule import build
 from penstock.tools.doctor.ranks import Place
-from penstock.tools.parity_check.uncut import check_close
+from penstock.tools.parity_check.tensor_trace import check_close
 
 WIDTH, ROWS, STEPS = 64, 8, 3
 # Share of a tensor's largest entry: sums in another order, in 32 bits.

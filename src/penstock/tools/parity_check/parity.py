@@ -43,8 +43,14 @@ from penstock.runtime.state.batch_norm import Statistics, prepare_batch_norm
 from penstock.runtime.state.phase import Phase
 from penstock.runtime.state.randomness import RankGenerators, randomness
 from penstock.schedule import Op
-from penstock.tools.parity_check.tensor_trace import TensorTrace, watching_stages
-from penstock.tools.parity_check.uncut import check_close, compare_uncut, largest, uncut
+from penstock.tools.parity_check.tensor_trace import (
+    TensorTrace,
+    check_close,
+    compare_uncut,
+    largest,
+    uncut,
+    watching_stages,
+)
 
 STEPS = 2
 CUTS = ("balance", "example", "split_at")  # what says how a model is cut, with cut_options

@@ -5,8 +5,9 @@ The same functions serve a rank of a run, a dry run, an evaluation and sampling;
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from penstock.parallel.mesh import mesh as make_mesh
 from penstock.parallel.parallel_options import ParallelOptions
 from penstock.pipeline import Pipeline
 from penstock.runtime.loss.loss_options import LossOptions
+from penstock.runtime.optim.groups import unmatched
 from penstock.schedule import Schedule
 from penstock.tools.train.config.consistent import stages_of
 from penstock.tools.train.config.device import device_of, precision_of
@@ -28,11 +30,9 @@ from penstock.tools.train.config.settings import GPTOptions, TrainConfig
 from penstock.tools.train.config.source import HUGGINGFACE, call_source, is_function
 from penstock.tools.train.data.batch import DataBatch, DataBatches
 from penstock.tools.train.data.layouts import split_of
-from penstock.tools.train.data.packing_check import check_packing
 from penstock.tools.train.data.tokenizer import open_tokenizer
-from penstock.tools.train.data.vocabulary import check_vocabulary, vocabulary_of
+from penstock.tools.train.data.vocabulary import check_packing, check_vocabulary, vocabulary_of
 from penstock.tools.train.loss import StepLoss, build_loss
-from penstock.tools.train.models.freeze import freeze
 from penstock.tools.train.models.gpt import build_gpt
 from penstock.tools.train.models.huggingface import build_huggingface, tensor_plan_of, values_of
 from penstock.tools.train.models.lora import add_adapters, has_adapters
@@ -182,3 +182,27 @@ def example_of(batch: DataBatch, microbatches: int) -> tuple[Any, ...] | dict[st
     if batch.kwargs:
         return {name: piece(value) for name, value in batch.kwargs.items()}
     return tuple(piece(value) for value in batch.args)
+
+
+TRAIN = "!"  # begins a pattern of parameters that are trained after all
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters whose name a pattern matches; of several patterns that match, the last one counts."""
+    if not patterns:
+        return
+    every = list(model.named_parameters(remove_duplicate=False))
+    names = [name for name, _ in every]
+    for pattern in patterns:
+        plain = pattern.removeprefix(TRAIN)
+        if not any(fnmatchcase(name, plain) for name in names):
+            raise UsageError(f"training.freeze: {unmatched(plain, names, {})}")
+    for name, parameter in every:
+        last = next((each for each in reversed(patterns) if fnmatchcase(name, each.removeprefix(TRAIN))), None)
+        if last is not None:
+            parameter.requires_grad_(last.startswith(TRAIN))
+    if not any(parameter.requires_grad for _, parameter in every):
+        raise UsageError(
+            f"training.freeze: {', '.join(patterns)} freezes all {len(names)} parameters of the model, so that nothing "
+            f'is left to train; add a pattern of those to train, such as "!{names[-1]}"'
+        )

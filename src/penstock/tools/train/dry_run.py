@@ -32,11 +32,17 @@ from penstock.tools.train.data.batches import check_validation, open_data
 from penstock.tools.train.data.row_batches import RowBatches
 from penstock.tools.train.data.vocabulary import check_vocabulary, position_warning
 from penstock.tools.train.models.huggingface import left_out, tensor_plan_of
-from penstock.tools.train.run.account import exchanged_bytes, optimizer_states, rank_memory
 from penstock.tools.train.run.activations import measure_peaks
 from penstock.tools.train.run.allocations import StepPeaks, bytes_of
 from penstock.tools.train.run.baseline import code_of, process_bytes
-from penstock.tools.train.run.memory import COUNTED, Memory, memory_table
+from penstock.tools.train.run.memory import (
+    COUNTED,
+    Memory,
+    exchanged_bytes,
+    memory_table,
+    optimizer_states,
+    rank_memory,
+)
 from penstock.tools.train.updates.ema import averaged_as
 
 

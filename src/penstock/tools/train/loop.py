@@ -7,7 +7,6 @@ they must decide together, such as stopping, they exchange once per step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -16,18 +15,15 @@ from penstock.checkpoint.checkpointer import Checkpointer
 from penstock.checkpoint.processes import Processes
 from penstock.errors import ModelError
 from penstock.tools.train.config.read import to_document
+from penstock.tools.train.config.settings import Evaluation
 from penstock.tools.train.evaluate import validation_losses
 from penstock.tools.train.launch.stopping import Stop
 from penstock.tools.train.models.huggingface import base_mark
-from penstock.tools.train.overlapped import MOST, Trained, stretch
 from penstock.tools.train.run.memory import COUNTED, Memory, memory_document, memory_table
-from penstock.tools.train.run.progress import memory_now
+from penstock.tools.train.run.progress import Reporter, memory_now
 from penstock.tools.train.run.recordings import Recordings
-from penstock.tools.train.run.reporter import Reporter
 from penstock.tools.train.run.run_folder import RunFolder, write_json
-from penstock.tools.train.run_state import RunState
-from penstock.tools.train.steps import TrainingSteps
-from penstock.tools.train.updates.early_stopping import EarlyStopping
+from penstock.tools.train.steps import MOST, RunState, Trained, TrainingSteps, stretch
 
 
 @dataclass(frozen=True)
@@ -39,6 +35,51 @@ class Ending:
     validation: float | None
     stopped: bool  # asked to, before the last step
     early: str = ""  # why it ended before the last step by itself
+
+
+@dataclass
+class EarlyStopping:
+    """Counts evaluations without a lower loss. All ranks see the same losses, so all come to the same end."""
+
+    options: Evaluation
+    lowest: float = math.inf
+    lowest_step: int = 0
+    to_beat: float = math.inf  # the last loss that was lower by min_delta
+    waited: int = 0  # evaluations since then
+
+    def see(self, step: int, loss: float) -> bool:
+        """Take the loss of an evaluation; returns whether it is the lowest so far."""
+        if loss < self.to_beat - self.options.min_delta:
+            self.to_beat, self.waited = loss, 0
+        else:  # NaN as well
+            self.waited += 1
+        if not loss < self.lowest:
+            return False
+        self.lowest, self.lowest_step = loss, step
+        return True
+
+    @property
+    def over(self) -> bool:
+        """Whether the run ends here."""
+        return self.options.patience is not None and self.waited >= self.options.patience
+
+    @property
+    def words(self) -> str:
+        """Why it ends."""
+        less = f" by {self.options.min_delta:g}" if self.options.min_delta else ""
+        return (
+            f"{self.waited} evaluations without a validation loss{less} below {self.to_beat:.4f}; the lowest is "
+            f"{self.lowest:.4f}, of step {self.lowest_step} (evaluation.patience is {self.options.patience})"
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values for a checkpoint."""
+        return {name: getattr(self, name) for name in ("lowest", "lowest_step", "to_beat", "waited")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.lowest, self.to_beat = float(state["lowest"]), float(state["to_beat"])
+        self.lowest_step, self.waited = int(state["lowest_step"]), int(state["waited"])
 
 
 class Trainer:
@@ -132,8 +173,10 @@ class Trainer:
     def _train(self, start: int, recordings: Recordings) -> Trained:
         """Train one step, or some that overlap: all but the last are reported here, and that one is returned."""
         ahead = stretch(self.config, self.step, recordings.unrecorded(self.step + 1, MOST))
+        # Memory is counted in the first steps, which end together.
+        overlap = ahead > 1 and self.step - start >= COUNTED
         last: Trained | None = None
-        for trained in self._steps_ahead(ahead if self.step - start >= COUNTED else 1):
+        for trained in self.steps.train_ahead(self.step, ahead) if overlap else [self.steps.train(self.step)]:
             if last is not None:
                 self.reporter.report(self.step, last, self._memory_by_rank)
             last = trained
@@ -141,13 +184,6 @@ class Trainer:
             self.step += 1
         assert last is not None
         return last
-
-    def _steps_ahead(self, count: int) -> Iterator[Trained]:
-        """Train steps that overlap, or one alone: memory is counted in the first steps, which end together."""
-        if count > 1:
-            yield from self.steps.train_ahead(self.step, count)
-        else:
-            yield self.steps.train(self.step)
 
     # -- between steps
 

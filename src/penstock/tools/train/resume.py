@@ -16,8 +16,8 @@ from penstock.tools.train.config.read import changes, to_document
 from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.models.huggingface import check_base
 from penstock.tools.train.run.run_folder import RunFolder
-from penstock.tools.train.run_state import RunState
-from penstock.tools.train.updates.rate import follow_config, options_of
+from penstock.tools.train.steps import RunState
+from penstock.tools.train.updates.optimizer import follow_config, options_of
 
 NUMBERS = ("seed", "model", "lora", "data", "loss", "optimizer", "training")  # what losses depend on, but the layout
 HELD = ("model", "lora", "optimizer")  # what decides which tensors a checkpoint holds

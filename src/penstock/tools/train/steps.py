@@ -1,28 +1,92 @@
-"""One optimizer step of a run on this rank: its passes, clipping and the update.
+"""One optimizer step of a run on this rank: its passes, clipping and the update; or some steps that overlap.
 
 A step whose loss or gradients are inf or NaN must not reach the weights: it is left out, or it ends the run.
+
+Ranks of `Pipeline.train_steps` do not wait for each other. But a run evaluates, saves, records and looks whether it was
+asked to stop, and all ranks must be at the same step for that. So steps overlap from one such moment to the next, and
+never more than `MOST` of them, so that Ctrl-C is not kept waiting.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from penstock.checkpoint.files.adapters import is_adapter
-from penstock.pipeline import StepResult
+from penstock.pipeline import Pipeline, StepResult
+from penstock.pipeline.batches import Call
+from penstock.runtime.optim.scaler import GradScaler
 from penstock.tools.train.config.device import device_of
+from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.config.source import HUGGINGFACE
-from penstock.tools.train.data.batch import DataBatch
+from penstock.tools.train.data.batch import DataBatch, DataBatches
 from penstock.tools.train.loss import shares_of
 from penstock.tools.train.models.huggingface import is_pretrained
-from penstock.tools.train.overlapped import Trained, train_overlapped
 from penstock.tools.train.run.memory import MemoryWatch
-from penstock.tools.train.run_state import RunState
+from penstock.tools.train.updates.ema import WeightAverage
 from penstock.tools.train.updates.nonfinite import NonFinite, find_culprit
+from penstock.tools.train.updates.optimizer import build_optimizer, build_rate
 
 # Halvings of fp16's scale in a row, from 2^16 to where nothing is left of a gradient.
 OVERFLOWS = 40
+MOST = 16  # steps of one stretch
+
+
+class Trained(NamedTuple):
+    """What is reported of one step."""
+
+    loss: float
+    norm: float
+    lr: float
+    tokens: int
+    updated: bool
+
+
+def stretch(config: TrainConfig, step: int, unrecorded: int) -> int:
+    """Return how many steps after `step` may overlap; below 2, none."""
+    if not config.pipeline.overlap_steps:
+        return 0
+    rooms = [config.training.steps - step, unrecorded, MOST]
+    rooms += [every - step % every for every in (config.evaluation.every, config.checkpoint.every) if every]
+    return min(rooms)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The pipeline of a run with its optimizer, learning rate and data, on this process."""
+
+    config: TrainConfig
+    pipe: Pipeline
+    data: DataBatches
+    optimizer: torch.optim.Optimizer
+    rate: LambdaLR
+    scaler: GradScaler | None  # Only fp16 has one.
+    average: WeightAverage | None  # Only training.ema has one.
+
+    @classmethod
+    def of(cls, config: TrainConfig, pipe: Pipeline, data: DataBatches) -> RunState:
+        """Make the state with which a run begins."""
+        optimizer = build_optimizer(config, pipe)
+        return cls(
+            config,
+            pipe,
+            data,
+            optimizer,
+            build_rate(config, optimizer),
+            GradScaler(pipe) if config.pipeline.precision == "fp16" else None,
+            None if config.training.ema is None else WeightAverage(pipe, config.training.ema),
+        )
+
+    @property
+    def saved(self) -> dict[str, Any]:
+        """What a `Checkpointer` saves and loads beside the pipeline and the optimizer."""
+        averages = None if self.average is None else self.average.tensors
+        return {"scheduler": self.rate, "scaler": self.scaler, "data": self.data, "averages": averages}
 
 
 class TrainingSteps:
@@ -42,13 +106,27 @@ class TrainingSteps:
     def train_ahead(self, step: int, count: int) -> Iterator[Trained]:
         """Train so many steps that overlap, after `step` steps."""
         self.mark = 0
-        batches = ((self.mine(batch), self._shares([batch])[0]) for batch in self._batches(step, count))
-        for number, trained in enumerate(train_overlapped(self._state, batches), 1):
-            if trained.updated:
+        state, optimizer = self._state, self._state.optimizer
+        given: list[int] = []  # Tokens of steps whose results are to come.
+        rate = optimizer.param_groups[-1]["lr"]  # The rate of the next update, in groups without one of their own.
+
+        def calls() -> Iterator[Call]:
+            for batch in self._batches(step, count):
+                own, (share,) = self.mine(batch), self._shares([batch])
+                given.append(batch.tokens)
+                yield Call("train_steps()", own.args, own.kwargs, own.target, share, False, training=True)
+
+        results = state.pipe.train_steps(
+            calls(), optimizer, clip=self._config.optimizer.clip, scheduler=state.rate, skip_nonfinite=True
+        )
+        for number, result in enumerate(results, step + 1):
+            loss, norm = (math.nan if each is None else each.item() for each in (result.loss, result.norm))
+            lr, rate = rate, optimizer.param_groups[-1]["lr"]
+            if result.updated:
                 self.skips = 0
             else:
-                self._leave_out(step + number, trained.loss, trained.norm, None)
-            yield trained
+                self._leave_out(number, loss, norm, None)
+            yield Trained(loss, norm, lr, given.pop(0), result.updated)
 
     def mine(self, batch: DataBatch) -> DataBatch:
         """Return this replica's rows."""

@@ -35,10 +35,9 @@ from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.data.batches import check_validation, open_data
 from penstock.tools.train.data.vocabulary import position_warning
 from penstock.tools.train.launch.attempts import let_go, new_prefix, reach_store, stand_by
-from penstock.tools.train.launch.entry import Job
-from penstock.tools.train.launch.parent import die_with
+from penstock.tools.train.launch.environment import Job
 from penstock.tools.train.launch.rank_notes import leave_note, note_path, ready_path
-from penstock.tools.train.launch.stopping import INTERRUPTED, Stop, asking
+from penstock.tools.train.launch.stopping import INTERRUPTED, Stop, asking, die_with
 from penstock.tools.train.loop import Trainer
 from penstock.tools.train.models.huggingface import left_out
 from penstock.tools.train.resume import Resumed, resume
@@ -46,10 +45,9 @@ from penstock.tools.train.run.closing import closing_words
 from penstock.tools.train.run.flops import utilisation
 from penstock.tools.train.run.metrics import Metrics
 from penstock.tools.train.run.outlets import open_outlets
-from penstock.tools.train.run.progress import Progress
-from penstock.tools.train.run.reporter import Reporter
+from penstock.tools.train.run.progress import Progress, Reporter
 from penstock.tools.train.run.run_folder import RunFolder
-from penstock.tools.train.run_state import RunState
+from penstock.tools.train.steps import RunState
 from penstock.tools.train.updates.nonfinite import NonFinite
 from penstock.writing import create
 
@@ -121,7 +119,8 @@ def train_as(job: Job, config: TrainConfig, stop: Stop, began: float, *, process
     check_validation(config, data)
     state = RunState.of(config, build_run(config, folder, data, processes), data)
     share, peak = utilisation(config, state.pipe, data.first())
-    checkpointer = _checkpointer(config, folder)
+    kept = {name: getattr(config.checkpoint, name) for name in ("keep_last", "keep_every", "keep_best", "async_save")}
+    checkpointer = Checkpointer(folder.checkpoints, leave_out=left_out(config), **kept)
     resumed = resume(job.config, state, checkpointer)
     if first:  # a configuration that the checkpoint does not fit has been refused by now
         folder.keep_config(job.config)
@@ -149,18 +148,6 @@ def train_as(job: Job, config: TrainConfig, stop: Stop, began: float, *, process
         progress.write(closing_words(config, folder, ending, checkpointer.latest(), seconds, job.resume_command))
     state.pipe.close()
     return INTERRUPTED if ending.stopped else 0
-
-
-def _checkpointer(config: TrainConfig, folder: RunFolder) -> Checkpointer:
-    options = config.checkpoint
-    return Checkpointer(
-        folder.checkpoints,
-        keep_last=options.keep_last,
-        keep_every=options.keep_every,
-        keep_best=options.keep_best,
-        async_save=options.async_save,
-        leave_out=left_out(config),
-    )
 
 
 def _first_lines(job: Job, state: RunState, peak: str, resumed: Resumed) -> Iterator[str]:
@@ -195,10 +182,9 @@ def _group(config: TrainConfig, store: Any, rank: int, count: int) -> Iterator[N
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores))
     limit = timedelta(seconds=max(CONNECT_SECONDS, config.pipeline.timeout))  # all are there: they have one prefix
+    backend = backends() if device_of(config) else "gloo"
     with joining(store, rank, count, "all"):
-        dist.init_process_group(
-            backends() if device_of(config) else "gloo", store=store, rank=rank, world_size=count, timeout=limit
-        )
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
     yield
     # This comes only after a run that ended well: else a peer may be stuck in a collective.
     dist.destroy_process_group()
@@ -206,9 +192,5 @@ def _group(config: TrainConfig, store: Any, rank: int, count: int) -> Iterator[N
 
 def log_as(config: TrainConfig, rank: int) -> None:
     """Begin the lines of `logging` with the rank."""
-    logging.basicConfig(
-        level=config.logging.level.upper(),
-        format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )
+    form = f"[rank {rank}] %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=config.logging.level.upper(), format=form, stream=sys.stderr, force=True)

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from penstock.schedule import CurvePoint
 from penstock.view.figures import percent
 
-__all__ = ["curve_lines", "curve_page"]
-
 WIDTH, HEIGHT, MARGIN = 720, 360, 56
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 48rem; color: #222; }
 table { border-collapse: collapse; } th, td { padding: .2rem .8rem; text-align: right; }

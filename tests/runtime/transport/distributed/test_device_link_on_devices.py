@@ -114,6 +114,60 @@ def test_a_pipeline_whose_hosts_are_ahead_of_their_devices_is_exact(schedule: st
         assert outcome.value["syncs"] == []
 
 
+def trained_with_waits_for_devices(family: str, where: str) -> list[float]:
+    """How far gradients are from the plain loop's, where layers wait for all that their device has to do."""
+    import copy
+
+    import torch
+    import torch.distributed as dist
+    from accelerator import pretend
+    from torch import nn
+
+    import penstock
+
+    def wait(x: Any) -> Any:
+        torch.accelerator.synchronize(x.device)
+        return None
+
+    def after(module: Any, given: Any, output: Any) -> None:
+        wait(output)
+        if where == "everywhere":
+            output.register_hook(wait)
+
+    ranks = dist.get_world_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2 * ranks)]).double()
+    alone, x, y = copy.deepcopy(model), torch.randn(8, 6).double(), torch.randn(8, 6).double()
+    for _ in range(2):
+        nn.functional.mse_loss(alone(x), y).backward()
+    wanted = dict(alone.named_parameters())
+    for number, layer in enumerate(model):
+        if where == "everywhere" or number == 0:
+            layer.register_forward_hook(after)
+    pretend.defer()
+    options = {"stages": 2 * ranks, "microbatches": 4, "schedule": family, "timeout": 10}
+    with penstock.Pipeline(model, loss_fn=nn.MSELoss(), **options) as pipe:
+        for _ in range(2):
+            pipe.step(x, target=y)
+        found = {name: each.grad.cpu() for name, each in pipe.named_parameters() if each.grad is not None}
+    return [float((each - wanted[name].grad).abs().max()) for name, each in found.items()]  # type: ignore[operator]
+
+
+WAITS = [("dualpipe-v", 2, "everywhere"), *((name, 3, "first") for name in ("zb-v", "interleaved-1f1b"))]
+WAITS += [(name, 3, "everywhere") for name in ("zb-v", "interleaved-1f1b", "dualpipe-v")]
+
+
+@pytest.mark.parametrize(("family", "ranks", "where"), mostly_slow(WAITS, WAITS[0]))
+def test_hosts_may_wait_for_all_that_their_devices_have_to_do(family: str, ranks: int, where: str) -> None:
+    """A user's `synchronize()`, or memory that is given back. Receives were queued only where their values were
+    needed: two hosts waited, each behind a send to the other, until the timeout."""
+    for outcome in on_ranks(ranks, trained_with_waits_for_devices, family, where):
+        assert outcome.value
+        assert max(outcome.value) < 1e-12
+        assert outcome.races == []
+        assert outcome.deadlocks == []
+
+
 def trained_on_an_axis() -> dict[str, Any]:
     import torch.distributed as dist
     from accelerator import pretend

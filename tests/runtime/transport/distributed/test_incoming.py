@@ -23,7 +23,7 @@ def test_a_changed_message_cannot_point_outside_itself(monkeypatch: pytest.Monke
         header = Header(MAGIC, CHANGED, 0, HEADER.size, 0, 0, 0, 0, 0, 1, 0)
         monkeypatch.setattr(end, "_follow", lambda *_, body=body: body)
         with pytest.raises(MessageError, match=rf"a message of 64 bytes says that {told} of them are its layout"):
-            end._take_changed(0, header)
+            end._take_changed(0, header, lambda *_: None)
 
 
 PAIR = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0)]

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from penstock.errors import UsageError
+from penstock.tools.train.config.paths import find_files
 from penstock.tools.train.config.read import load_config
 from penstock.tools.train.data.batch import DataBatches
 from penstock.tools.train.data.batches import IterableBatches, TokenBatches, open_data
-from penstock.tools.train.data.paths import find_files
 from penstock.tools.train.data.tokens import read_tokens, stdlib_files
 
 

@@ -16,7 +16,7 @@ from penstock.tools.train.config.read import load_config
 from penstock.tools.train.config.settings import GPTOptions
 from penstock.tools.train.data.documents import Document
 from penstock.tools.train.data.layouts import Packed, Padded
-from penstock.tools.train.data.packing_check import check_packing
+from penstock.tools.train.data.vocabulary import check_packing
 from penstock.tools.train.loss import TokenLoss
 from penstock.tools.train.models.gpt import build_gpt
 

@@ -12,9 +12,9 @@ import pytest
 
 from penstock.schedule import Costs, Timeline, build, simulate
 from penstock.tools.train.config.read import load_config
+from penstock.tools.train.run.closing import save_run_page
 from penstock.tools.train.run.recordings import Recordings, read_recorded, recorded_notes
 from penstock.tools.train.run.run_folder import RunFolder
-from penstock.tools.train.run.run_page import save_run_page
 
 
 def step_of(seconds: float, slow: int = 0) -> Timeline:

@@ -13,12 +13,11 @@ from torch import nn
 
 from penstock.errors import UsageError
 from penstock.pipeline import Pipeline
+from penstock.tools.train.build import freeze
 from penstock.tools.train.config.consistent import check_consistent
 from penstock.tools.train.config.read import load_config
 from penstock.tools.train.config.settings import TrainConfig
-from penstock.tools.train.models.freeze import freeze
-from penstock.tools.train.updates.optimizer import build_optimizer, layer_shares
-from penstock.tools.train.updates.rate import build_rate, rate_at
+from penstock.tools.train.updates.optimizer import build_optimizer, build_rate, layer_shares, rate_at
 
 
 class Net(nn.Module):

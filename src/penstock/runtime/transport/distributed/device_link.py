@@ -12,6 +12,11 @@ announced message where it needs it, after those of all that were announced befo
 pair up in any verified program, sizes agree whatever the shapes, and a message that holds a failure has no
 tensors. An announcement waits for the peer's host and never for a device, so hosts run ahead of their devices.
 
+A host may also wait for all that its device has to do, its sends among it: in a user's `synchronize()`, where memory is
+given back, or a kernel is loaded (NCCL's documentation states that any call of CUDA may). If two ranks do so, each
+behind a send to the other, neither comes to where it needs what the other sends. So a thread beside the rank takes what
+was announced a moment ago, and queues its receive (`catch_up`).
+
 A tensor is kept until its send has ended, as the device reports when it is asked. The stream that computes waits for a
 send at the end of a step only, and only where the memory is still the user's: nothing that a peer waits for follows.
 What comes is received into memory of a stream that does nothing else, so that it need not wait for what is computed;
@@ -20,6 +25,7 @@ the stream that computes waits for it, and the allocator knows that it uses the 
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -31,6 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import _DistributedBackendOptions
 
+from penstock.errors import PenstockError
 from penstock.runtime.state.ownership import version_of
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.blame import Waiting
@@ -71,6 +78,10 @@ class DeviceLink:
         self.messages = 0  # Counted with those that have no tensors.
         # Messages whose frames nobody has taken, as pairs of an end and a microbatch.
         self.posted: deque[tuple[Any, int]] = deque()
+        # Held by the one of two threads that takes messages; and what went wrong on the one that is not the rank's own.
+        self.taking = threading.Lock()
+        self.error: Exception | None = None
+        self._is_full = False  # There was no memory for what nobody wanted yet.
         self._other = 1 - number
         self._guard = guard
         self._now = now
@@ -126,10 +137,10 @@ class DeviceLink:
 
     def take(self, arrival: Arrival) -> Tensor:
         """Return the memory of an announced payload, for which the current stream waits."""
+        self._is_full = False
         with self._guard(self.peer, arrival.channel, arrival.microbatch):
             while arrival.work is None:
-                with self._stream:
-                    self._receive(self._announced[0].layout.blank_on_device(self.device))
+                self._receive_next()
             memory, arrival.memory = arrival.memory, None
             assert memory is not None, "nobody takes a payload twice"
             arrival.work.wait()
@@ -147,13 +158,41 @@ class DeviceLink:
                     self._scratch = torch.empty(size, dtype=torch.uint8, device=self.device)
                 self._receive(self._scratch[:size])
 
+    def receive_announced(self) -> None:
+        """Queue the receives of all that is announced: a sender's host may wait until its device has sent it."""
+        while self._announced:
+            first = self._announced[0]
+            with self._guard(self.peer, first.channel, first.microbatch):
+                self._receive_next()
+
+    def catch_up(self) -> None:
+        """Take messages that have come, and queue their receives: on a thread beside the rank, which may be held up."""
+        if self.error is not None or self._is_full or not self.taking.acquire(blocking=False):
+            return
+        try:
+            while self.posted and self.posted[0][0].has_come(self.posted[0][1]):
+                end, microbatch = self.posted.popleft()
+                end.take_early(microbatch)
+            while self._announced:
+                self._receive_next()
+        except torch.OutOfMemoryError:  # There may be memory when the rank itself comes to it.
+            self._is_full = True
+        except (RuntimeError, PenstockError) as error:
+            self.error = error
+        finally:
+            self.taking.release()
+
+    def _receive_next(self) -> None:
+        with self._stream:
+            self._receive(self._announced[0].layout.blank_on_device(self.device))
+
     def _receive(self, memory: Tensor) -> None:
         """Queue the receive of the payload that was announced first."""
         while self._arriving and self._arriving[0].work.is_completed():
             self._arriving.popleft()
-        first = self._announced.popleft()
+        first = self._announced[0]
         first.memory, first.work = memory, self.backend.recv([memory], self._other, 0)
-        self._arriving.append(first)
+        self._arriving.append(self._announced.popleft())
 
     def end_step(self) -> None:
         """Forget what a failed step needed; what it left under way is nobody's any more."""
@@ -179,6 +218,7 @@ class DeviceLink:
 
     def close(self) -> None:
         """End the communicator; what is still under way has lost its peer."""
+        self.posted.clear()  # Nothing more is taken early.
         if self.waiting() is not None:
             self.abort()
         with suppress(RuntimeError):

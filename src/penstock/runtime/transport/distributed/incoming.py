@@ -7,8 +7,10 @@ when it begins (`expect`), and a receive that gloo has must be received: so no m
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any, NamedTuple
 
@@ -32,6 +34,7 @@ AHEAD = 16  # receives of a channel that the backend may have before they are po
 AHEAD_LEFT = 4  # The backend is given more receives once it has so few left.
 AHEAD_BYTES = WHOLE_BYTES  # The most bytes of each.
 
+_NOTHING: AbstractContextManager[object] = nullcontext()
 _RECEIPT = torch.ones(1, dtype=torch.uint8, device="cpu")
 _END = torch.empty(1, dtype=torch.uint8, device="cpu")  # takes the ends of all messages, which say nothing
 
@@ -137,18 +140,16 @@ class DistributedIncoming(Incoming):
         tag = self._expected.tag if tag is None else tag
         return self._transfers.receive(memory, self._connection, tag, self.channel, microbatch)
 
-    def _wait(self, work: Any, microbatch: int) -> None:
-        self._transfers.wait(work, self.channel.source_rank, self.channel, microbatch)
-
     @uninterrupted
     def receive(self, microbatch: int) -> Any:
-        pending, connection = self._arrive(microbatch), self._connection
+        connection, payload = self._connection, None
+        with self._taking(microbatch):
+            pending = self._arrive(microbatch)
+            if pending.payload is not None and connection.link is not None:
+                payload = connection.link.take(pending.payload)
         value = pending.value
         if pending.failure is None and not pending.is_built:
             assert pending.layout is not None
-            payload = None
-            if pending.payload is not None and connection.link is not None:
-                payload = connection.link.take(pending.payload)
             octets = [transfer.tensor for transfer in pending.directs]
             value = pending.layout.build(pending.frame, octets, self._device, payload)
             if connection.foreign:
@@ -160,16 +161,28 @@ class DistributedIncoming(Incoming):
 
     def discard(self, microbatch: int) -> PeerFailure | None:
         """Forget the message, but for the failure that it may be and for what it says of the layout."""
-        pending, link = self._arrive(microbatch), self._connection.link
-        if pending.payload is not None and link is not None:
-            try:
-                link.drop(pending.payload)
-            except torch.OutOfMemoryError as error:
-                cause = f"{type(error).__name__}, even for what came after a failure: {error}"
-                lost = PeerFailure(self.channel.target_rank, cause, stage=self.channel.target_stage)
-                raise copy(self._transfers.watch.propose(lost)) from error
+        link = self._connection.link
+        with self._taking(microbatch):
+            pending = self._arrive(microbatch)
+            if pending.payload is not None and link is not None:
+                try:
+                    link.drop(pending.payload)
+                except torch.OutOfMemoryError as error:
+                    cause = f"{type(error).__name__}, even for what came after a failure: {error}"
+                    lost = PeerFailure(self.channel.target_rank, cause, stage=self.channel.target_stage)
+                    raise copy(self._transfers.watch.propose(lost)) from error
         self._forget(microbatch)
         return pending.failure
+
+    def _taking(self, microbatch: int) -> AbstractContextManager[object]:
+        """Return a context in which no other thread takes messages of the device's link, if there is one."""
+        link = self._connection.link
+        if link is None:
+            return _NOTHING
+        if not link.taking.acquire(blocking=False):  # A message is just being taken, unless its sender stands still.
+            with self._transfers.waiting(self.channel.source_rank, self.channel, microbatch):
+                link.taking.acquire()
+        return _Released(link.taking)
 
     def _forget(self, microbatch: int) -> None:
         del self.posted[microbatch]
@@ -185,24 +198,34 @@ class DistributedIncoming(Incoming):
             self.post(microbatch)
         arrived, link = self._arrived, self._connection.link
         if link is None:
-            pending = arrived.get(microbatch) or self._take(microbatch)
+            pending = arrived.get(microbatch) or self._take(microbatch, self._transfers.wait)
             if not pending.is_built:
                 arrived[microbatch] = pending
             return pending
         while microbatch not in arrived:
+            if link.error is not None:
+                raise link.error
+            link.receive_announced()  # Before a wait for more, for which the sender may have to come on.
             end, due = link.posted.popleft()
-            end._arrived[due] = end._take(due)
+            end._arrived[due] = end._take(due, self._transfers.wait)
         return arrived[microbatch]
 
-    def _take(self, microbatch: int) -> Pending:
+    def has_come(self, microbatch: int) -> bool:
+        """Return whether the frame of a posted message is here, which was blank before."""
+        pending = self.posted.get(microbatch)
+        return pending is not None and ctypes.c_uint32.from_address(pending.frame.data_ptr()).value == messages.MAGIC
+
+    def take_early(self, microbatch: int) -> None:
+        """Take a message that has come, on another thread than the rank's own."""
+        self._arrived[microbatch] = self._take(microbatch, self._transfers.wait_beside)
+
+    def _take(self, microbatch: int, wait: Callable[..., None]) -> Pending:
         pending = self.posted[microbatch]
         # What comes last is waited for first (see `WHOLE_BYTES`): the thread then sleeps and wakes once. (And each work
         # only once: gloo would wait for a second arrival.)
-        self._wait(pending.work, microbatch)
-        if pending.before is not None:
-            self._wait(pending.before, microbatch)
-        for transfer in reversed(pending.directs):
-            self._wait(transfer.work, microbatch)
+        for work in (pending.work, pending.before, *(transfer.work for transfer in reversed(pending.directs))):
+            if work is not None:
+                wait(work, self.channel.source_rank, self.channel, microbatch)
         raw = ctypes.string_at(pending.frame.data_ptr(), HEADER_BYTES)  # torch's own ways cost four times as much
         layout = pending.layout
         if raw != pending.due or layout is None:
@@ -212,11 +235,11 @@ class DistributedIncoming(Incoming):
                 expected = name_message(due.microbatch, due.ordinal, due.step)
                 self._refuse(self._transfers.abort, due.microbatch, expected, fault)
             if header.kind == messages.FAILURE:
-                body = self._follow(microbatch, header)
+                body = self._follow(microbatch, header, wait)
                 text = ctypes.string_at(body.data_ptr(), header.follows)
                 return pending._replace(failure=failure_from(text, self.channel.source_rank))
             if header.kind == messages.CHANGED:
-                layout, body = self._take_changed(microbatch, header)
+                layout, body = self._take_changed(microbatch, header, wait)
                 pending = pending._replace(layout=layout.all_packed(), frame=body, directs=(), is_built=False)
             else:
                 layout = self._expected.known[header.checksum]
@@ -231,9 +254,9 @@ class DistributedIncoming(Incoming):
             )
         return pending._replace(payload=link.announce(layout, self.channel, microbatch))
 
-    def _take_changed(self, microbatch: int, header: Header) -> tuple[Layout, Tensor]:
+    def _take_changed(self, microbatch: int, header: Header, wait: Callable[..., None]) -> tuple[Layout, Tensor]:
         """Return the layout that a message introduces, and all that it has but what is on a device's link."""
-        body = self._follow(microbatch, header)
+        body = self._follow(microbatch, header, wait)
         text_bytes = 0
         if header.follows >= HEADER_BYTES:
             text_bytes = read_header(ctypes.string_at(body.data_ptr(), HEADER_BYTES)).follows
@@ -246,15 +269,17 @@ class DistributedIncoming(Incoming):
         self._expected.learn(layout)
         return layout, body
 
-    def _follow(self, microbatch: int, header: Header) -> Tensor:
+    def _follow(self, microbatch: int, header: Header, wait: Callable[..., None]) -> Tensor:
         tag = self._expected.following_tag(header.ordinal)
         body = torch.empty(header.follows, dtype=torch.uint8, device="cpu")
-        work = self._start(body, microbatch, tag)
+        works = [self._start(body, microbatch, tag)]
         if header.follows > WHOLE_BYTES:
-            self._wait(self._start(_END, microbatch, tag), microbatch)
-        self._wait(work, microbatch)
+            works.insert(0, self._start(_END, microbatch, tag))
+        for work in works:
+            wait(work, self.channel.source_rank, self.channel, microbatch)
         # The receipt: the sender posted its receive before it sent the body, so this wait is for nobody.
-        self._wait(self._transfers.send(_RECEIPT, self._connection, tag, self.channel, microbatch), microbatch)
+        receipt = self._transfers.send(_RECEIPT, self._connection, tag, self.channel, microbatch)
+        wait(receipt, self.channel.source_rank, self.channel, microbatch)
         return body
 
     def end_step(self) -> None:
@@ -263,5 +288,19 @@ class DistributedIncoming(Incoming):
 
 
 def _frame_for(layout: Layout | None) -> Tensor:
-    """Allocate a frame of that layout; without one, of the header that announces it."""
-    return torch.empty(HEADER_BYTES if layout is None else layout.frame_bytes, dtype=torch.uint8, device="cpu")
+    """Allocate a frame of that layout; without one, of the header that announces it. It begins with a blank."""
+    frame = torch.empty(HEADER_BYTES if layout is None else layout.frame_bytes, dtype=torch.uint8, device="cpu")
+    ctypes.memset(frame.data_ptr(), 0, ctypes.sizeof(ctypes.c_uint32))
+    return frame
+
+
+class _Released:
+    """A context of a lock that is held already."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock = lock
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()

@@ -41,6 +41,7 @@ from penstock.runtime.transport.interrupts import uninterrupted
 GOODBYE_TIME = timedelta(seconds=1)
 NOTE_BYTES = 64  # what two ranks tell each other when they meet
 LOOK_SECONDS = 0.001  # Between two looks at whether a device has connected.
+EARLY_SECONDS = 0.02  # Between two looks at whether messages have come that this rank is not ready for.
 
 
 class Links:
@@ -63,6 +64,8 @@ class Links:
         self._member, self._transfers, self._watch = member, transfers, transfers.watch
         self._rank, self._timeout, self._now = member.rank, transfers.timeout, transfers.watch.clock.now
         self._prefix, self._tag, self._device = prefix, tag, device
+        self._early: Any = None  # takes messages while this rank's own thread is held up
+        self._is_free = False
 
     def to(self, channel: Channel, peer: int) -> PeerConnection:
         """Return the connection of a channel to its other end."""
@@ -89,6 +92,9 @@ class Links:
                 self.seconds[peer] = PeerConnection(peer, backend, pair.index(peer))
             for route in missing if self._is_alike(peer) else ():
                 self.devices[route] = self._make_device_link(peer, route)
+                if route[1] == self._rank and self._early is None:
+                    self._early = self._watch.clock.worker(self._take_early, f"penstock-early-{self._rank}")
+                    self._early.start()
         if gloo and {rank for pair in served for rank in pair}.difference(without, {self._rank}):
             self._transfers.give_way = hold_back_loop_threads() or self._transfers.give_way
 
@@ -174,10 +180,17 @@ class Links:
         while self._watch.verdict is None and self.device_waiting() is not None and self._now() < until:
             self._watch.clock.sleep(LOOK_SECONDS)
 
+    def _take_early(self) -> None:
+        while not self._is_free:
+            self._watch.clock.sleep(EARLY_SECONDS)
+            for link in list(self.devices.values()):
+                link.catch_up()
+
     # -- from the thread of the watch
 
     def free(self) -> None:
         """End all connections; what is still under way on the device has lost its peer."""
+        self._is_free = True
         self.seconds.clear()
         while self.devices:
             with suppress(KeyError):  # the main thread, which closes its transport, does this as well

@@ -122,6 +122,21 @@ class BackendTransfers:
         finally:
             watch.waiting = None
 
+    def wait_beside(
+        self, work: Any, peer: int, channel: Channel | None = None, microbatch: int = -1, is_short: bool = False
+    ) -> None:
+        """Wait on another thread than the rank's own, for what is here or about to be."""
+        work.wait(self._short)
+
+    @contextmanager
+    def waiting(self, peer: int, channel: Channel, microbatch: int) -> Iterator[None]:
+        """Surround a wait for what another thread of this rank takes from a peer; the watch sees for whom it is."""
+        self.watch.waiting = self._waiting(peer, channel, microbatch)
+        try:
+            yield
+        finally:
+            self.watch.waiting = None
+
     def is_taken_soon(self, is_known: bool) -> bool:
         """Return whether the receiver of a message takes it within the timeout: unless it compiles before.
 

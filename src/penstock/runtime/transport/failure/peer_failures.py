@@ -75,21 +75,13 @@ def lost_source(channel: Channel, microbatch: int, cause: str) -> PeerFailure:
     if microbatch < 0:
         cause = f"{cause} while rank {channel.target_rank} made ready for what it would send, the {channel}"
         return PeerFailure(channel.source_rank, cause, stage=channel.source_stage)
-    return PeerFailure(
-        channel.source_rank,
-        f"{cause} while rank {channel.target_rank} waited in {channel.receive_action(microbatch)}",
-        stage=channel.source_stage,
-        action=channel.send_action(microbatch),
-        microbatch=microbatch,
-    )
+    cause = f"{cause} while rank {channel.target_rank} waited in {channel.receive_action(microbatch)}"
+    action = channel.send_action(microbatch)
+    return PeerFailure(channel.source_rank, cause, stage=channel.source_stage, action=action, microbatch=microbatch)
 
 
 def lost_target(channel: Channel, microbatch: int, cause: str) -> PeerFailure:
     """Make the failure of a rank that should have received and did not."""
-    return PeerFailure(
-        channel.target_rank,
-        f"{cause} while rank {channel.source_rank} waited in {channel.send_action(microbatch)}",
-        stage=channel.target_stage,
-        action=channel.receive_action(microbatch),
-        microbatch=microbatch,
-    )
+    cause = f"{cause} while rank {channel.source_rank} waited in {channel.send_action(microbatch)}"
+    action = channel.receive_action(microbatch)
+    return PeerFailure(channel.target_rank, cause, stage=channel.target_stage, action=action, microbatch=microbatch)

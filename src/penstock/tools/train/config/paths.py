@@ -1,28 +1,28 @@
-"""Whether what a configuration names is there: looked at before any process starts, and without loading torch."""
+"""What a configuration names on the disk: looked for before any process starts, and without loading torch."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+import glob
+import os
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from penstock.checkpoint.files.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from penstock.checkpoint.files.weights import has_weights, no_weights
 from penstock.errors import UsageError
-from penstock.tools.train.config.settings import TrainConfig
+from penstock.tools.train.config.consistent import refuse_all
+from penstock.tools.train.config.settings import Data, TrainConfig
 from penstock.tools.train.config.source import HUGGINGFACE, is_function
-from penstock.tools.train.data.paths import find_files, find_paths, holds_rows
 
 CONFIG = "config.json"
-NEAR = 3
+NEAR, USUAL = 3, ["llama", "gpt2", "qwen2"]
 
 
 def check_paths(config: TrainConfig, origin: str = "the configuration") -> None:
     """Raise UsageError with every file and folder that is named and cannot be used."""
-    faults = [*_model(config), *_data(config), *_adapter(config)]
-    if faults:
-        raise UsageError("\n  ".join([f"{origin}:", *faults]) if len(faults) > 1 else f"{origin}: {faults[0]}")
+    refuse_all([*_model(config), *_data(config), *_adapter(config)], origin)
 
 
 def no_configuration(name: str, known: Sequence[str]) -> str:
@@ -31,11 +31,7 @@ def no_configuration(name: str, known: Sequence[str]) -> str:
     if folder.is_dir():
         return f"model.source: the folder {name} has no {CONFIG}; save_pretrained() of a model writes one"
     folders = [str(folder.parent / near) for near in _near_folders(folder)]
-    near = list(dict.fromkeys([*folders, *difflib.get_close_matches(name, known, n=NEAR)])) or [
-        "llama",
-        "gpt2",
-        "qwen2",
-    ]
+    near = list(dict.fromkeys([*folders, *difflib.get_close_matches(name, known, n=NEAR)])) or USUAL
     return (
         f'model.source: there is no folder "{name}" with a {CONFIG}, and transformers has no configuration of that '
         f"name; near: {', '.join(near)} (nothing is downloaded: save_pretrained() writes a folder)"
@@ -122,3 +118,51 @@ def _adapter(config: TrainConfig) -> Iterator[str]:
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (folder / name).is_file():
             yield f"lora.adapter: {folder} has no {name}; save_pretrained() of peft writes one"
+
+
+JSON_LINES = (".jsonl", ".ndjson")
+COMPRESSED = (".gz", ".zip", ".zst", ".xz", ".bz2", ".lz4", ".7z")
+ROWS = (*JSON_LINES, ".parquet", ".arrow")
+
+
+def holds_rows(data: Data) -> bool:
+    """Return whether `data.source` names rows, and not text or batches; of a function, `data.format` decides."""
+    source = data.source
+    if isinstance(source, str) and is_function(source):
+        return data.format != "auto"
+    patterns = [source] if isinstance(source, str) else source
+    return bool(patterns) and all(
+        pattern.lower().endswith(ROWS) or _is_saved(Path(pattern).expanduser()) for pattern in patterns
+    )
+
+
+def _is_saved(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("state.json", "dataset_info.json", "dataset_dict.json"))
+
+
+def find_files(patterns: Sequence[str]) -> list[Path]:
+    """Find the files of names and globs, each once, in the order of the patterns and then of the names."""
+    remedy = 'give files or globs such as "texts/**/*.txt", "stdlib", or "module:function"'
+    found = _found(patterns, "data.source", os.path.isfile, remedy)
+    if compressed := [path for path in found if path.suffix.lower() in COMPRESSED]:
+        raise UsageError(f"data.source: {compressed[0]} is compressed, and its bytes are no text; unpack it first")
+    return found
+
+
+def find_paths(patterns: Sequence[str], key: str) -> list[Path]:
+    """Find files as `find_files` does, but of rows, which may be folders."""
+    is_plain = lambda name: os.path.isfile(name) or os.path.isdir(name)  # noqa: E731
+    return _found(patterns, key, is_plain, 'give files or globs such as "chats/*.jsonl"')
+
+
+def _found(patterns: Sequence[str], key: str, fits: Callable[[str], bool], remedy: str) -> list[Path]:
+    found: dict[Path, None] = {}
+    for pattern in patterns:
+        here = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+        paths = [Path(name) for name in here if fits(name)]
+        if not paths:
+            raise UsageError(f"{key}: {pattern!r} {'is a folder' if here else 'matches no file'}; {remedy}")
+        if all(path.is_file() and not path.stat().st_size for path in paths):
+            raise UsageError(f"{key}: {', '.join(map(str, paths))} is empty (0 bytes)")
+        found |= dict.fromkeys(paths)
+    return list(found)

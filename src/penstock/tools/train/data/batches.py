@@ -18,10 +18,10 @@ from torch import Tensor
 from penstock.checkpoint.generators import restore_generators, states_of_generators
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.state.randomness import seed_of
+from penstock.tools.train.config.paths import ROWS, holds_rows
 from penstock.tools.train.config.settings import Data, TrainConfig
 from penstock.tools.train.config.source import call_source, is_function
 from penstock.tools.train.data.batch import DataBatch, DataBatches
-from penstock.tools.train.data.paths import ROWS, holds_rows
 from penstock.tools.train.data.row_batches import open_row_batches
 from penstock.tools.train.data.tokenizer import open_tokenizer
 from penstock.tools.train.data.tokens import Tokens, read_tokens

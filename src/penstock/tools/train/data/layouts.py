@@ -2,7 +2,7 @@
 
 Packed documents must not see each other. Their positions begin again at 0 with each of them, and that is how models
 of transformers know where one ends (they mask what lies before); the built-in GPT does the same. What is left of a row
-is a document of padding. `packing_check` asks the model itself whether it keeps to that.
+is a document of padding. `vocabulary` asks the model itself whether it keeps to that.
 """
 
 from __future__ import annotations

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import FileError, UsageError
 from penstock.reading import MOST_SETTINGS, NONSENSE, check_folder, open_plain, parse_json, read_json
+from penstock.tools.train.config.paths import JSON_LINES, find_paths
 from penstock.tools.train.config.source import call_source, is_function
-from penstock.tools.train.data.paths import JSON_LINES, find_paths
 
 CHUNK = 256  # rows of a Parquet file that are made into Python's values at a time
 MOST_ROW = 2**26  # bytes of a line
 FOOTER = 8  # bytes at the end of a Parquet file: four for the length of its description, and a mark
+MARKS = (b"PAR1", b"PARE")  # The second one is that of an encrypted description.
 
 
 class RowFile(Protocol):
@@ -127,7 +128,10 @@ def _check_footer(path: Path) -> None:
     """Refuse a file whose description would fill the memory, whatever its end says of that."""
     with open(open_plain(path), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - FOOTER))
-        length = int.from_bytes(file.read(FOOTER)[:4], "little")
+        end = file.read(FOOTER)
+    if end[4:] not in MARKS:
+        raise UsageError(f"{path} is no Parquet file that can be read: it does not end as one does")
+    length = int.from_bytes(end[:4], "little")
     if length > MOST_SETTINGS:
         raise FileError(path, f"its description has {length:,} bytes; at most {MOST_SETTINGS:,} are read")
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UsageError
-from penstock.tools.train.data.paths import find_files
+from penstock.tools.train.config.paths import find_files
 from penstock.tools.train.data.tokenizer import Tokenizer
 
 DTYPES = {"uint8": torch.uint8, "uint16": torch.uint16, "int32": torch.int32, "int64": torch.int64}

@@ -8,8 +8,8 @@ from typing import Any
 
 from penstock.checkpoint.files import TOKENIZER_FILES
 from penstock.errors import UsageError
+from penstock.tools.train.config.paths import holds_rows
 from penstock.tools.train.config.settings import TrainConfig
-from penstock.tools.train.data.paths import holds_rows
 
 
 class ByteCodec:

@@ -19,9 +19,7 @@ from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.config.source import HUGGINGFACE
 from penstock.tools.train.evaluate import check_sizes, load_for, saved_config
 from penstock.tools.train.generation.codec import Codec, codec_of
-from penstock.tools.train.generation.gpt_cache import CachedGPT
-from penstock.tools.train.generation.of_transformers import continue_together
-from penstock.tools.train.generation.sampling import Sampling
+from penstock.tools.train.generation.sampling import CachedGPT, Sampling, continue_together
 from penstock.tools.train.models.huggingface import values_of
 
 Continue = Callable[[list[list[int]], int, Sampling], Iterator[tuple[int, int]]]

@@ -4,11 +4,17 @@ torch's elastic agents keep one store for all attempts, and nothing in a rank's 
 the next on every host: each agent counts the restarts of its own ranks. Under the same keys, a new rank would find the
 addresses of dead ones. So rank 0 thinks of a new prefix each time, and gives it to the others: each asks with a word
 of its own, which nobody has used before, and takes only the answer to that word, with the code of the run's secret.
+
+torch's own rendezvous listens on all interfaces, also for a run that never leaves its host, and nobody who connects to
+a store has to prove anything. So ranks of one host meet in a store whose socket is made first, bound to 127.0.0.1. What
+the one agent tells itself (how many ranks there are, and which) stays in its own memory, where no other user of the
+host can write.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import time
 import uuid
 from collections.abc import Iterable
@@ -16,7 +22,9 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed import DistError
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import RunError
@@ -126,3 +134,49 @@ def let_go(store: Any, ranks: Iterable[int]) -> None:
 
 def _gone(rank: int) -> str:
     return f"penstock/gone/{rank}"
+
+
+LOOPBACK = "127.0.0.1"
+
+
+class LocalRendezvous(RendezvousHandler):
+    """One agent, one host, any number of attempts; all attempts share the store, see `attempts`."""
+
+    use_agent_store = True  # ranks connect to it and need none of their own
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._closed = False
+        with socket.socket() as listener:
+            listener.bind((LOOPBACK, 0))
+            listener.listen(128)
+            port = listener.getsockname()[1]
+            self._store: TCPStore | None = TCPStore(
+                LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+        self._place = RendezvousStoreInfo(LOOPBACK, port)
+
+    def get_backend(self) -> str:
+        return "penstock-local"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Begin an attempt; there is nobody to wait for."""
+        assert self._store is not None
+        return RendezvousInfo(HashStore(), 0, 1, self._place)
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        """Return what tells this run from others in torch's logs."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._closed, self._store = True, None
+        return True

@@ -1,4 +1,4 @@
-"""What torch reads from the environment when it is loaded, and the server that loads it for all ranks."""
+"""Where a launched rank begins: its job, the environment that torch reads, and the server that loads it for all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.runtime.messages.secret import VARIABLE as SECRET
@@ -60,3 +61,20 @@ def kill_fork_server() -> None:
         with suppress(ProcessLookupError, ChildProcessError):
             os.kill(server._forkserver_pid, signal.SIGKILL)
             os.waitid(os.P_PID, server._forkserver_pid, os.WEXITED | os.WNOWAIT)  # Its children are then killed, too.
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a process is given; it travels to it pickled."""
+
+    config: TrainConfig
+    resume_command: str  # the command that goes on with this run
+    resumed: bool = False  # there was such a run before
+    launcher: int = 0  # the process that all ranks end with
+
+
+def enter(job: Job) -> int:
+    """Train as a launched rank; the exit code."""
+    from penstock.tools.train.worker import train_launched  # takes as long to load as torch; in a rank it is loaded
+
+    return train_launched(job)

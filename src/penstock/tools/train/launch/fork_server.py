@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import signal
 
-from penstock.tools.train.launch.parent import die_with_parent
+from penstock.tools.train.launch.stopping import die_with_parent
 
 SERVER = os.getpid()
 

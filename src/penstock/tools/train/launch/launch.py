@@ -34,9 +34,8 @@ from penstock.tools.train.config.consistent import processes_of
 from penstock.tools.train.config.elastic import describe_layouts, elastic_layouts
 from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.config.source import NOT_HERE
-from penstock.tools.train.launch.entry import Job, enter
-from penstock.tools.train.launch.environment import kill_fork_server
-from penstock.tools.train.launch.local_rendezvous import LOOPBACK, LocalRendezvous
+from penstock.tools.train.launch.attempts import LOOPBACK, LocalRendezvous
+from penstock.tools.train.launch.environment import Job, enter, kill_fork_server
 from penstock.tools.train.launch.rank_notes import note_path, read_note, ready_path
 from penstock.tools.train.launch.stopping import INTERRUPTED, asking, is_echo
 from penstock.tools.train.run.run_folder import RunFolder
@@ -65,11 +64,14 @@ class Agent(LocalElasticAgent):
         self.usage = False  # Whether the user asked for something that cannot work.
 
     @property
+    def _attempt(self) -> int:
+        return int(self._worker_group.spec.max_restarts - self._remaining_restarts)
+
+    @property
     def ready(self) -> bool:
         """Can all ranks be asked to stop? A signal that comes earlier would only break their start."""
-        spec = self._worker_group.spec
-        attempt = spec.max_restarts - self._remaining_restarts
-        return all(ready_path(self._folder, attempt, rank).exists() for rank in range(spec.local_world_size))
+        ranks = range(self._worker_group.spec.local_world_size)
+        return all(ready_path(self._folder, self._attempt, rank).exists() for rank in ranks)
 
     def signal_ranks(self, number: int) -> None:
         for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
@@ -106,12 +108,10 @@ class Agent(LocalElasticAgent):
 
     def _explain(self, codes: dict[int, int]) -> None:
         """Name the culprit, and decide whether it is worth another attempt."""
-        spec = self._worker_group.spec
-        attempt = spec.max_restarts - self._remaining_restarts
+        spec, attempt = self._worker_group.spec, self._attempt
         notes = [read_note(note_path(self._folder, attempt, rank)) for rank in range(spec.local_world_size)]
         incident = _culprit(codes, [note for note in notes if note is not None])
-        self.reason = incident["cause"]
-        self.usage = incident.pop("usage", False)
+        self.reason, self.usage = incident["cause"], incident.pop("usage", False)
         final = incident.pop("final") or self.stopping
         newest = _newest(self._folder)
         incident |= {"attempt": attempt, "time": time.time(), "checkpoint": newest}
@@ -164,10 +164,9 @@ def launch(job: Job, notify: Notify) -> int:
         old.unlink()
     for name in CHATTY:  # What they report is reported better here.
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    ranks = processes_of(config)
     spec = WorkerSpec(
         role="rank",
-        local_world_size=ranks,
+        local_world_size=processes_of(config),
         entrypoint=enter,
         args=(replace(job, launcher=os.getpid()),),
         rdzv_handler=LocalRendezvous(uuid.uuid4().hex[:8]),
@@ -175,21 +174,13 @@ def launch(job: Job, notify: Notify) -> int:
         monitor_interval=0.05,
         local_addr=LOOPBACK,
     )
-    others = dict.fromkeys(range(1, ranks), Std.ALL)
-    logs = DefaultLogsSpecs(
-        log_dir=str(folder.logs), redirects=others, tee={rank: Std.ALL for rank in config.logging.ranks if rank}
-    )
+    redirects = dict.fromkeys(range(1, processes_of(config)), Std.ALL)
+    tee = {rank: Std.ALL for rank in config.logging.ranks if rank}
+    logs = DefaultLogsSpecs(log_dir=str(folder.logs), redirects=redirects, tee=tee)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-    agent = Agent(
-        spec,
-        folder,
-        notify,
-        logs_specs=logs,
-        start_method="forkserver",
-        log_line_prefix_template="[rank ${rank}] ",
-        exit_barrier_timeout=10,
-        shutdown_timeout=10,
-    )
+    limits = {"exit_barrier_timeout": 10, "shutdown_timeout": 10}
+    lines = {"logs_specs": logs, "log_line_prefix_template": "[rank ${rank}] "}
+    agent = Agent(spec, folder, notify, start_method="forkserver", **lines, **limits)
     with _interrupts(agent, notify):
         return _run(agent, folder, notify)
 
@@ -216,7 +207,6 @@ def _run(agent: Agent, folder: RunFolder, notify: Notify) -> int:
 @contextmanager
 def _interrupts(agent: Agent, notify: Notify) -> Iterator[None]:
     """Handle Ctrl-C, SIGTERM and SIGHUP: once, ranks finish the step and save; twice, everything ends."""
-
     since = float("-inf")
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -255,20 +245,12 @@ def torchrun_command(config: TrainConfig, arguments: list[str]) -> str:
     fewest = hosts
     if config.launch.elastic:
         fewest = min(count // each for count in elastic_layouts(config) if count % each == 0)
-    meeting = ["--node-rank=NUMBER", "--master-addr=FIRST_HOST", "--master-port=29400"]
+    nodes, meeting = f"{hosts}", ["--node-rank=NUMBER", "--master-addr=FIRST_HOST", "--master-port=29400"]
     if fewest < hosts:
+        nodes = f"{fewest}:{hosts}"
         meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=FIRST_HOST:29400", "--rdzv-id=RUN"]
-    parts = [
-        "torchrun",
-        f"--nnodes={hosts}" if fewest == hosts else f"--nnodes={fewest}:{hosts}",
-        f"--nproc-per-node={each}",
-        f"--max-restarts={config.launch.max_restarts}",
-        *meeting,
-        "-m",
-        "penstock",
-        "train",
-        *arguments,
-    ]
+    sizes = [f"--nnodes={nodes}", f"--nproc-per-node={each}", f"--max-restarts={config.launch.max_restarts}"]
+    parts = ["torchrun", *sizes, *meeting, "-m", "penstock", "train", *arguments]
     command = f"{NOT_HERE[0]}=1 {shlex.join(parts)}"  # python -m would search the working folder
     if fewest == hosts:
         return f"on several hosts, on each with its NUMBER from 0: {command}"

@@ -52,9 +52,8 @@ class Allocations:
     def __init__(self) -> None:
         self.changes: list[BlockChange] = []
         self.actions: dict[Action, tuple[int, int]] = {}
-        os.environ.setdefault(
-            "KINETO_LOG_LEVEL", QUIET
-        )  # The profiler would report on the terminal that it begins and ends.
+        # The profiler would report on the terminal that it begins and ends.
+        os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
         self._profile: Any = profiler.profile(profile_memory=True)
 
     @staticmethod
@@ -72,11 +71,11 @@ class Allocations:
             if hasattr(event.extra_fields, "alloc_size"):
                 block = event.extra_fields
                 self.changes.append(BlockChange(event.start_time_ns, block.alloc_size, block.ptr))
-            elif (
-                event.name.startswith(LABEL) and (action := Action.parse(event.name.removeprefix(LABEL))).op in COMPUTES
-            ):
+            elif event.name.startswith(LABEL):
+                action = Action.parse(event.name.removeprefix(LABEL))
                 times = event.start_time_ns, event.end_time_ns
-                self.actions[action] = max(times, self.actions.get(action, times))
+                if action.op in COMPUTES:
+                    self.actions[action] = max(times, self.actions.get(action, times))
         self.changes = list(_own(sorted(self.changes, key=lambda change: change.when)))
 
     def within(self, begin: int, end: int) -> tuple[int, int]:

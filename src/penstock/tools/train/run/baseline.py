@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable
-from typing import Any
 
 from penstock.errors import RunError
 from penstock.tools.train.config.read import read_config, to_document
@@ -35,15 +34,8 @@ def process_bytes(
     """
     how = "forked" if forked else "alone"
     # The working folder is not searched (-P): what lies there by the name of a library is nobody's wish.
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "penstock.tools.train.run.baseline",
-        how,
-        ",".join(libraries),
-        ",".join(code),
-    ]
+    program = [sys.executable, "-P", "-m", "penstock.tools.train.run.baseline"]
+    command = [*program, how, ",".join(libraries), ",".join(code)]
     document = "" if config is None else json.dumps([to_document(config), is_trusted(config)])
     done = subprocess.run(command, input=document, capture_output=True, text=True)
     if done.returncode:
@@ -66,24 +58,20 @@ def main(how: str, libraries: str, code: str) -> int:
         if child:
             return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     _load(*code.split(","))
-    config = None
-    if document:
-        content, trust = json.loads(document)
-        config = read_config(content, "the configuration", trust=trust)
-    opened = None if config is None else _open(config)
-    _train(config is not None and config.mesh.replicas * config.mesh.tp > 1)
-    del opened
-    return 0
-
-
-def _open(config: TrainConfig) -> Any:
-    """Open the data of a run, up to its first batch; load what the first rank uses for figures."""
+    if not document:
+        _train(spread=False)
+        return 0
     from penstock.tools.train.data.batches import open_data
 
-    if config.logging.wandb != "off":
+    content, trust = json.loads(document)
+    config = read_config(content, "the configuration", trust=trust)
+    if config.logging.wandb != "off":  # The first rank uses it for figures.
         _load("wandb")
     data = open_data(config)
-    return data, data.first()
+    first = data.first()
+    _train(spread=config.mesh.replicas * config.mesh.tp > 1)
+    del first
+    return 0
 
 
 def _load(*names: str) -> None:
@@ -104,14 +92,10 @@ def _train(spread: bool) -> None:
     from penstock.tools.train.run.progress import memory_now
 
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    model, rows = (
-        build_gpt(GPTOptions(layers=2, width=16, heads=2), 16),
-        torch.zeros(4, 16, dtype=torch.int64, device="cpu"),
-    )
-    loss = TokenLoss()
-    with Pipeline(
-        model, stages=2, microbatches=2, loss_fn=loss, loss_options=loss.options, transport="threads"
-    ) as pipe:
+    model = build_gpt(GPTOptions(layers=2, width=16, heads=2), 16)
+    rows, loss = torch.zeros(4, 16, dtype=torch.int64, device="cpu"), TokenLoss()
+    options = {"stages": 2, "microbatches": 2, "loss_fn": loss, "loss_options": loss.options, "transport": "threads"}
+    with Pipeline(model, **options) as pipe:  # type: ignore[arg-type]
         optimizer = torch.optim.AdamW(pipe.parameters())
         with Allocations():  # The first steps of a run count their memory, too.
             pipe.step(rows, target=rows)

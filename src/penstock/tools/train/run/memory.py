@@ -7,20 +7,24 @@ kinds; it is counted as well. (On an accelerator, its allocator counts; activati
 the gradients.) A dry run predicts the same numbers (`activations`). Ranks that are threads of one process take turns as
 the system likes, so there are no such numbers for them.
 The process is what the system says is resident: Python and torch alone are some hundred megabytes of it.
+
+A dry run and a plan find out the parts of the account in their own ways, and add them up by `rank_memory`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from penstock.devices import on_accelerator
+from penstock.model.balance.profile import OPTIMIZERS
 from penstock.schedule.files.drawing import table
+from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.run.allocations import Allocations, StepPeaks, bytes_of, counted_step
 from penstock.tools.train.run.progress import memory_now
 
@@ -48,13 +52,9 @@ class Memory:
 
 def memory_table(rows: Sequence[Memory], ranks: Sequence[Any] | None = None) -> str:
     """Draw one line per rank, or per process where that is all of them, in megabytes."""
-    kinds = [field.name for field in fields(Memory)]
-    numbers = range(len(rows)) if ranks is None else ranks
-    lines = [
-        [str(number), *(_megabytes(getattr(row, kind)) for kind in kinds)]
-        for number, row in zip(numbers, rows, strict=True)
-    ]
-    return table([["rank", *kinds], *lines])
+    numbers = map(str, range(len(rows)) if ranks is None else ranks)
+    lines = [[number, *map(_megabytes, astuple(row))] for number, row in zip(numbers, rows, strict=True)]
+    return table([["rank", *(field.name for field in fields(Memory))], *lines])
 
 
 def memory_document(rows: Sequence[Memory]) -> list[dict[str, Any]]:
@@ -106,8 +106,8 @@ class MemoryWatch:
         """Return what there is now, and was at most."""
         state = [value for each in self._optimizer.state.values() for value in each.values()]
         state += [] if self._average is None else self._average.tensors.values()
-        own = [tensor for holding in self._pipe.deployment.holdings() for tensor in _tensors(holding.module)]
-        weights = bytes_of(own)
+        modules = [holding.module for holding in self._pipe.deployment.holdings()]
+        weights = bytes_of(each for module in modules for each in (*module.parameters(), *module.buffers()))
         kept = bytes_of(value for value in state if isinstance(value, Tensor))
         peaks = self._peaks
         active, together = (None, None) if peaks is None else (peaks.activations, peaks.with_gradients)
@@ -115,5 +115,38 @@ class MemoryWatch:
         return Memory(weights, self._gradients, kept, active, tensors, memory_now())
 
 
-def _tensors(module: Any) -> list[Tensor]:
-    return [*module.parameters(), *module.buffers()]
+def optimizer_states(config: TrainConfig) -> float:
+    """Return how often as many bytes as the trained parameters the optimizer keeps."""
+    if config.optimizer.name == "adamw8bit":
+        return OPTIMIZERS["adamw"] / 4  # a byte for four
+    momentum = config.optimizer.name == "sgd" and config.optimizer.momentum
+    return OPTIMIZERS["sgd-momentum" if momentum else config.optimizer.name]
+
+
+def exchanged_bytes(weights: float, trained: float, replicas: int, sharded: bool) -> float:
+    """Count what replicas need in a step besides: a copy of the gradients, or whole weights and gradients of shards."""
+    if replicas == 1:
+        return 0.0
+    return (weights + trained) * replicas if sharded else trained
+
+
+def rank_memory(
+    weights: float,
+    gradients: float,
+    optimizer: float,
+    activations: float | None,
+    *,
+    alone: float,
+    copy: float,
+    together: float | None = None,
+) -> Memory:
+    """Add up the memory of a rank, by kind.
+
+    `alone` is what its process takes without a model, and `copy` what a checkpoint is written from. `together` is the
+    most that gradients and activations take at one time, where that is known: without accumulation, gradients come
+    with the first backwards, when a rank may hold fewer activations already.
+    """
+    passing = gradients + (activations or 0.0) if together is None else together
+    tensors = weights + optimizer + passing
+    known = None if activations is None else tensors
+    return Memory(weights, gradients, optimizer, activations, known, alone + tensors + copy)

@@ -9,7 +9,7 @@ import json
 import math
 import secrets
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.errors import UsageError
 from penstock.reading import read_json
@@ -21,21 +21,20 @@ from penstock.writing import write_whole
 Figures = dict[str, Any]
 
 
-class Outlet(Protocol):
-    """Something that gets the figures of every step."""
+class Outlet:
+    """Something that gets the figures of every step; those that were not measured are not there."""
 
     def write(self, step: int, figures: Figures) -> None:
-        """Take the figures of a step; those that were not measured are not there."""
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Close it: there will be no more figures."""
+        """Close it, where it has an end: there will be no more figures."""
 
 
 def open_outlets(config: TrainConfig, root: Path, start: int) -> list[Outlet]:
     """Open what the configuration asks for, for the steps after `start` of the run in `root`."""
     found: list[Outlet] = []
-    board = _tensorboard(config.logging.tensorboard, root / "tensorboard", start)
-    if board is not None:
+    if (board := _tensorboard(config.logging.tensorboard, root / "tensorboard", start)) is not None:
         found.append(_TensorBoard(board))
     if config.logging.wandb != "off":
         found.append(_WeightsAndBiases(config, root, start))
@@ -55,7 +54,7 @@ def scalars(figures: Figures) -> dict[str, float]:
     return found
 
 
-class _TensorBoard:
+class _TensorBoard(Outlet):
     def __init__(self, board: Any) -> None:
         self._board = board
 
@@ -81,7 +80,7 @@ def _tensorboard(wanted: str, folder: Path, start: int) -> Any:
     return SummaryWriter(str(folder), purge_step=start + 1)
 
 
-class _WeightsAndBiases:
+class _WeightsAndBiases(Outlet):
     """One run there for one run here, however often that is resumed: its id is in the run's folder."""
 
     def __init__(self, config: TrainConfig, root: Path, start: int) -> None:
@@ -124,7 +123,7 @@ def _run_id(root: Path, start: int) -> str:
     return made
 
 
-class _Callback:
+class _Callback(Outlet):
     def __init__(self, text: str) -> None:
         self._text = text
         self._function = find_source("logging.callback", text)
@@ -137,6 +136,3 @@ class _Callback:
                 f"logging.callback: {self._text} raised {type(error).__name__} in step {step}: {error}; catch in it "
                 f"what must not end the run"
             ) from error
-
-    def close(self) -> None:
-        """Do nothing: a function has no end."""

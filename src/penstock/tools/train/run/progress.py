@@ -1,4 +1,4 @@
-"""The one line that shows how a run goes: redrawn on a terminal, every so many steps a line of its own elsewhere.
+"""What a run reports of each step: figures for the metrics, and one line, redrawn on a terminal, of how it goes.
 
 step  120/300  loss 2.3511  lr 2.71e-03  norm 0.84  38,412 tokens/s  mfu 41 %  memory 412 MB  idle 31 %  eta 1:05
 """
@@ -12,14 +12,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import torch
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from penstock.tools.train.run.metrics import Metrics
 from penstock.view.figures import visible
+from penstock.view.recorded import Recorded
+
+if TYPE_CHECKING:
+    from penstock.tools.train.steps import Trained
 
 
 @dataclass(frozen=True)
@@ -164,3 +169,59 @@ def memory_now() -> int:
     except (OSError, IndexError, ValueError):
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class Reporter:
+    """Reports every step; ranks other than the first have no metrics and a silent progress.
+
+    `utilisation` is the MFU for one token per second, where that is known.
+    """
+
+    def __init__(self, steps: int, metrics: Metrics | None, progress: Progress, utilisation: float | None) -> None:
+        self.metrics, self.progress = metrics, progress
+        self._steps, self._utilisation = steps, utilisation
+        self._pace = Pace()
+        self._idle: float | None = None
+
+    def begin(self) -> None:
+        """Time counts from here."""
+        self._pace = Pace()
+
+    def time(self, trained: Trained) -> None:
+        """Time a step that has just ended."""
+        self._pace.step(trained.tokens)
+
+    def report(
+        self,
+        step: int,
+        trained: Trained,
+        memory: list[int],
+        *,
+        recorded: Recorded | None = None,
+        validation: float | None = None,
+    ) -> None:
+        """Report the figures of a step that was timed; `memory` in bytes by rank."""
+        pace = self._pace
+        mfu = None if self._utilisation is None else self._utilisation * pace.rate
+        left = pace.left(self._steps - step)
+        if self.metrics is not None:
+            self.metrics.write(
+                step,
+                **{name: getattr(trained, name) for name in ("loss", "lr", "norm")},
+                validation=validation,
+                tokens_per_second=round(pace.rate, 1),
+                seconds=round(pace.seconds, 6),
+                mfu=None if mfu is None else round(mfu, 4),
+                eta=round(left, 1),
+                memory=memory,
+                idle=None if recorded is None else round(recorded.idle, 4),
+                skipped=None if trained.updated else True,
+            )
+        self._idle = recorded.idle if recorded is not None else self._idle
+        shown = trained.loss, trained.lr, trained.norm, pace.rate, max(memory), self._idle, left, validation, mfu
+        self.progress.show(StepFigures(step, self._steps, *shown))
+
+    def close(self) -> None:
+        self.progress.close()
+        if self.metrics is not None:
+            self.metrics.close()

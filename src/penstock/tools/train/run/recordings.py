@@ -109,7 +109,7 @@ def read_recorded(folder: RunFolder) -> tuple[list[Recorded], dict[str, Any]]:
 
 def recorded_steps(folder: RunFolder) -> RecordedSteps | None:
     """Read the recorded steps of a run's folder, for a view; None where there are none."""
-    _, document = read_recorded(folder)
+    document = read_recorded(folder)[1]
     return RecordedSteps.read(document) if document else None
 
 

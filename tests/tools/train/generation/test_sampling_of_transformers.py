@@ -9,8 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from penstock.errors import UsageError
-from penstock.tools.train.generation.of_transformers import continue_together
-from penstock.tools.train.generation.sampling import Sampling
+from penstock.tools.train.generation.sampling import Sampling, continue_together
 
 PROMPTS = [[5, 6, 7, 8, 9], [11], [3, 1, 4]]
 

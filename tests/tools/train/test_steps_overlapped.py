@@ -16,9 +16,9 @@ from penstock.errors import UsageError
 from penstock.tools.train.config.consistent import check_consistent
 from penstock.tools.train.config.read import load_config
 from penstock.tools.train.launch.stopping import Stop
-from penstock.tools.train.overlapped import MOST, stretch
 from penstock.tools.train.run.metrics import read_metrics
 from penstock.tools.train.run.run_folder import RunFolder
+from penstock.tools.train.steps import MOST, stretch
 from penstock.tools.train.worker import Job, train_here
 
 MINE = """

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from penstock.integrations.first_rows import first_rows
+from penstock.integrations.accumulation import first_rows
 
 
 def test_rows_come_in_order_and_random_numbers_stay_as_they_were() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from penstock.errors import ParityError
-from penstock.tools.parity_check.uncut import check_close, largest
+from penstock.tools.parity_check.tensor_trace import check_close, largest
 
 
 def test_differences_are_measured_by_the_largest_entry() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.cli.lanes import LaneEvent, Lanes, read_event
+from penstock.cli.primer import LaneEvent, Lanes, read_event
 
 EVENTS = [
     LaneEvent("two ranks speak"),

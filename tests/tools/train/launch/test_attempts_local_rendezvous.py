@@ -6,7 +6,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 
-from penstock.tools.train.launch.local_rendezvous import LOOPBACK, LocalRendezvous
+from penstock.tools.train.launch.attempts import LOOPBACK, LocalRendezvous
 
 
 def test_what_the_agent_tells_itself_is_in_no_store_that_others_reach() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.integrations.model_state import load_own
+from penstock.integrations.optimizer_state import load_own
 
 
 def test_what_is_there_is_loaded_and_what_is_not_is_told() -> None:

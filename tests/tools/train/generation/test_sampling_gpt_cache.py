@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from penstock.tools.train.config.settings import GPTOptions
-from penstock.tools.train.generation.gpt_cache import CachedGPT
-from penstock.tools.train.generation.sampling import Sampling
+from penstock.tools.train.generation.sampling import CachedGPT, Sampling
 from penstock.tools.train.models.gpt import build_gpt
 
 CONTEXT = 8

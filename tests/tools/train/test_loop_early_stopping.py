@@ -13,9 +13,9 @@ from penstock.cli import app
 from penstock.tools.train.config.read import load_config
 from penstock.tools.train.config.settings import Evaluation
 from penstock.tools.train.launch.stopping import Stop
+from penstock.tools.train.loop import EarlyStopping
 from penstock.tools.train.run.metrics import read_metrics
 from penstock.tools.train.run.run_folder import RunFolder
-from penstock.tools.train.updates.early_stopping import EarlyStopping
 from penstock.tools.train.worker import Job, train_here
 
 

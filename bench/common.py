@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed import pipelining as theirs
 from torch.nn.functional import scaled_dot_product_attention
 
-from penstock.runtime.transport.distributed.loop_threads import loop_threads
+from penstock.runtime.transport.distributed.member import loop_threads
 from penstock.schedule import Placement
 
 Step = Callable[[], object]

@@ -142,7 +142,7 @@ DIRECT = {
     "devices.py": "/proc",
     "runtime/engine/recorder.py": "/proc",
     "runtime/transport/shared_memory/meeting.py": "/proc",
-    "runtime/transport/distributed/loop_threads.py": "/proc",
+    "runtime/transport/distributed/member.py": "/proc",
     "schedule/files/timeline_json.py": "what was written a moment ago, in this process",
     "tools/train/config/paths.py": "transformers' own files, where it is installed",
     "tools/train/data/tokens.py": "text of any length to train on, which find_files has found to be plain",

@@ -16,8 +16,7 @@ from torch.distributed import DistNetworkError, HashStore
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.failure import watch as module
 from penstock.runtime.transport.failure.blame import State
-from penstock.runtime.transport.failure.bulletin import Bulletin
-from penstock.runtime.transport.failure.notes import Alarm
+from penstock.runtime.transport.failure.notes import Alarm, Bulletin
 from penstock.runtime.transport.failure.watch import Watch
 
 LOST = PeerFailure(2, "died or left (its connection closed) while rank 1 waited")

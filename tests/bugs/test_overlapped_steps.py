@@ -17,7 +17,7 @@ from transports import ON_PROCESSES
 import penstock
 from penstock.errors import PenstockError, UsageError
 from penstock.runtime.engine.executor import Executor
-from penstock.runtime.transport.distributed.loop_threads import loop_threads
+from penstock.runtime.transport.distributed.member import loop_threads
 
 WIDTH, COUNT = 8, 4
 

@@ -26,7 +26,6 @@ from penstock.checkpoint.save.saving import GivenUp, Saving, remove
 from penstock.checkpoint.save.write_plan import Planner
 from penstock.errors import CheckpointError, UsageError
 from penstock.rules import is_count
-from penstock.runtime.messages.clock import Background, Submitted
 
 if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
@@ -72,8 +71,8 @@ class Checkpointer:
         self.async_save, self._leave_out = async_save, leave_out
         self.files = Directory(self.directory, keep_last, keep_every, keep_best)
         self._planner = Planner()
-        self._writer: Background | None = None
-        self._under_way: list[tuple[Saving, Submitted]] = []
+        self._writer: Any = None
+        self._under_way: list[tuple[Saving, Any]] = []
         self._failed: BaseException | None = None  # what went wrong in the background, until it is raised
         self._bodies: list[Body] = []  # free ones
         self._pipe: weakref.ref[Pipeline] | None = None  # The pipeline of the last save.

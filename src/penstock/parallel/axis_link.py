@@ -2,10 +2,8 @@
 
 torch's collectives move the tensors. What they lack is an answer when a member fails: who waits in one, waits. So an
 `AxisLink` keeps, on the same process group, the watch that pipelines have: a rank that is lost is named by all others,
-and a rank that must leave makes those that wait for it leave too, by the group's verdict.
-
-On the dp axis the numbers of the group are replicas, and all members have the same rank in their pipelines: failures
-are told in these words.
+and one that must leave makes those that wait for it leave too. On the dp axis the numbers of the group are replicas,
+and all members have the same rank in their pipelines: failures are told in these words.
 """
 
 from __future__ import annotations
@@ -29,10 +27,8 @@ from penstock.runtime.transport.failure.own_state import held_weakly
 from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss, placed
 
 LATER_SECONDS = 6.0  # a pipeline finds out for itself first which of its ranks is silent
-# The backend's timeout may be later by this where nobody else looks at a wait.
-SOON_SECONDS = 2.0
-# Elsewhere the backend's own timeout is the last resort.
-SLACK_SECONDS = 10.0
+SOON_SECONDS = 2.0  # The backend's timeout may be later by this where nobody else looks at a wait.
+SLACK_SECONDS = 10.0  # Elsewhere it is the last resort.
 
 
 class AxisLink:
@@ -41,12 +37,9 @@ class AxisLink:
     def __init__(
         self, group: Any, timeout: float, pipeline: DistributedTransport, word: str = "replica", unseen: bool = False
     ) -> None:
-        self.group = group
-        self._pipeline = pipeline
-        self.size = dist.get_world_size(group)
-        self.index = dist.get_rank(group)
-        self._rank = pipeline.rank
-        self.word = word
+        self.group, self.word = group, word
+        self.size, self.index = dist.get_world_size(group), dist.get_rank(group)
+        self._pipeline, self._rank = pipeline, pipeline.rank
         self._inside = ""  # what this rank waits in, in words
         self._timeout = timeout + LATER_SECONDS
         self.transport = DistributedTransport(group, self._timeout)
@@ -59,9 +52,8 @@ class AxisLink:
     def _watch_pipeline(self) -> None:
         """Watch the pipeline: a member that waits in it is not to blame, and it knows who is; each ends with the other.
 
-        A pipeline that is lost may be so while no rank of it waits on its link: the members of this one then wait for
-        another rank's copies, and would hear of it by their own timeouts only.
-        The watches' threads must keep neither this link nor the pipeline alive.
+        A pipeline may be lost while no rank of it waits on its link: the members of this one then wait for another
+        rank's copies, and would hear of it by their own timeouts only. The watches' threads must keep neither alive.
         """
         watch, link = self._pipeline.watch, ref(self)
         others = watch.ended  # the links of other axes
@@ -82,7 +74,6 @@ class AxisLink:
         self._watch.ended = ended
 
     def describe_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
-        """Set how to describe what this rank is doing, and at which action it is."""
         doing, link = held_weakly(doing, "gone"), ref(self)
 
         def report() -> str:
@@ -98,7 +89,6 @@ class AxisLink:
         return None if found is None else self._renamed(found)
 
     def exchange(self, value: Any) -> list[Any]:
-        """Give a small value to every member, and get every member's; all must be in the same call."""
         return self.all_gather(self._pipeline.call, value)
 
     def all_gather(self, call: str, value: Any) -> list[Any]:
@@ -189,8 +179,7 @@ class AxisLink:
         """Return a failure of the group, in the words of the pipeline."""
         renamed = copy(failure)
         if getattr(renamed, self.word) is None:
-            renamed.rank = self._rank
-            # The group counts its members, not the pipeline's ranks.
+            renamed.rank = self._rank  # The group counts its members, not the pipeline's ranks.
             renamed.cause = re.sub(r"\brank(s?) (?=\d)", rf"{self.word}\1 ", renamed.cause)
             setattr(renamed, self.word, failure.rank)
         if renamed.report:

@@ -18,7 +18,6 @@ from penstock.errors import PeerFailure, UsageError
 from penstock.model.lazy import mark_replaced
 from penstock.parallel.axis_link import AxisLink
 from penstock.parallel.composition import Composition
-from penstock.parallel.data_parallel.gradient_norms import SpreadNorms
 from penstock.parallel.data_parallel.reduce import Reducer, make_equal
 from penstock.parallel.data_parallel.replicas import Replicas
 from penstock.parallel.data_parallel.sharded import Sharder, check_shardable
@@ -35,12 +34,14 @@ if TYPE_CHECKING:
     from penstock.pipeline import Pipeline
 
 
+Places = Sequence[Sequence[tuple[int, str]]]  # of parameters that are one object: their stages and names
+
+
 class ParallelHooks:
     """`StageHooks` of the engine: what a computation needs where parameters are sharded or tensors are spread."""
 
     def __init__(self, sharder: Sharder | WrappedStages | None, values: SpreadValues | None) -> None:
-        self._sharder = sharder
-        self._values = values
+        self._sharder, self._values = sharder, values
 
     def before(self, stage: int) -> None:
         if self._sharder is not None:
@@ -62,8 +63,8 @@ class ParallelHooks:
         return value if self._values is None else self._values.full(value)
 
 
-def compose(pipe: Pipeline, composition: Composition, places: Sequence[Sequence[tuple[int, str]]]) -> Replicas:
-    """Spread, hand out and shard this rank's stages; what then runs beside its steps."""
+def compose(pipe: Pipeline, composition: Composition, places: Places) -> Replicas:
+    """Spread, hand out and shard this rank's stages; return what then runs beside its steps."""
     axes = composition.axes
     (executor,) = pipe.deployment.ranks.executors.values()
     stages, held = executor.stages, {index: stage.holds for index, stage in executor.stages.items()}
@@ -95,12 +96,10 @@ def compose(pipe: Pipeline, composition: Composition, places: Sequence[Sequence[
     last = pipe.deployment.ranks.last is not None
     replicas = Replicas(
         executor,
-        links.get("dp"),
+        links,
         Reducer(held, names, links.get("dp"), () if sharder is None else sharder.managed),
         sharder,
-        SpreadNorms(links),
         weighing=lambda: pipe.batches.weighing.when if last else "never",
-        shards=links.get("tp"),
         loss_parallel=last and composition.plan is not None and composition.plan.loss_parallel,
     )
     replicas.replaced = replaced
@@ -178,11 +177,15 @@ def _check_spread(stages: Mapping[int, Stage], composition: Composition) -> bool
     return own is not None
 
 
-def _sharded(executor: Executor, composition: Composition, places: Sequence[Sequence[tuple[int, str]]]) -> Sharder:
+def _sharded(executor: Executor, composition: Composition, places: Places) -> Sharder:
+    """Shard the stages, but for parameters that several of them hold, scalars, and what has no numbers."""
     parts = {index: stage.part for index, stage in executor.stages.items()}
     for part in parts.values():
         part.before_sharding()
-    whole = _unsharded_parameters({index: part.module for index, part in parts.items()}, places)
+    tied = [group for group in places if len({stage for stage, _ in group}) > 1]
+    whole = {parts[stage].module.get_parameter(name) for group in tied for stage, name in group if stage in parts}
+    every = (each for part in parts.values() for each in part.module.parameters())
+    whole |= {each for each in every if not each.dim() or not each.numel()}
     check_shardable(parts, composition.precision is not None, whole)
     return Sharder(executor, composition.axes.mesh["dp"], composition.window, composition.precision, whole)
 
@@ -194,21 +197,6 @@ def _store_host(mesh: Any) -> PeerFailure | None:
         return None
     at = dict(zip(mesh.mesh_dim_names, places[0], strict=True))
     return PeerFailure(at.get("pp", 0), STORE_GONE, replica=at.get("dp", 0), shard=at.get("tp"))
-
-
-def _unsharded_parameters(
-    modules: Mapping[int, nn.Module], places: Sequence[Sequence[tuple[int, str]]]
-) -> set[nn.Parameter]:
-    """Return what is not sharded: parameters that several stages hold, scalars, and what has no numbers."""
-    tied = {
-        modules[stage].get_parameter(name)
-        for group in places
-        if len({stage for stage, _ in group}) > 1
-        for stage, name in group
-        if stage in modules
-    }
-    every = (each for module in modules.values() for each in module.parameters())
-    return tied | {each for each in every if not each.dim() or not each.numel()}
 
 
 def _agree(pipe: Pipeline, link: AxisLink, composition: Composition) -> None:

@@ -29,7 +29,7 @@ WINDOW = 2  # stages of a rank that are whole at a time: the one that computes, 
 
 
 class Composition:
-    """What a pipeline was asked to be composed with, before anything is built."""
+    """The mesh and the options of a pipeline, and the answers that follow from them."""
 
     def __init__(self, mesh: Any, options: ParallelOptions) -> None:
         replicate = options.replicate
@@ -47,7 +47,7 @@ class Composition:
             )
 
     def look_at(self, parts: Sequence[StagePart]) -> None:
-        """See what the user has done to the stages already: wrapped for data parallelism, or spread over tp."""
+        """See whether the user has wrapped stages for data parallelism, or spread them over tp."""
         for part in parts:
             found = wrappings(part.module)
             if found and self.replicate is not None:
@@ -76,8 +76,10 @@ class Composition:
         """Describe what there is beside one pipeline; empty where there is nothing."""
         words = []
         if self.axes.size("dp") > 1:
-            how = {"fsdp": f"sharded by FSDP, {self.window} stages of a rank whole at a time"}.get(str(self.replicate))
-            words.append(f"{self.axes.size('dp')} replicas, {how or 'each with all parameters of its stages'}")
+            how = "each with all parameters of its stages"
+            if self.replicate == "fsdp":
+                how = f"sharded by FSDP, {self.window} stages of a rank whole at a time"
+            words.append(f"{self.axes.size('dp')} replicas, {how}")
         if self.axes.size("tp") > 1:
             words.append(f"tensors spread over {self.axes.size('tp')} ranks")
         return "; ".join(words)
@@ -110,10 +112,9 @@ class Composition:
         return all(self.axes.index(axis) == 0 for axis in BESIDE)
 
     def first_says(self, numbers: list[float], transport: DistributedTransport) -> list[float]:
-        """Return the numbers of the first rank of the first replica, on every rank of all of them.
+        """Return the numbers of the first rank of the first replica: each would measure others, and cut elsewhere.
 
-        Each would measure other times, and so cut in other places. `transport` has the ranks of one pipeline, and is
-        lost together with the links to the others: all name the one that was lost first.
+        `transport`, of one pipeline, is lost together with the links to others: all name the one that was lost first.
         """
         self.name_axes(transport)
         links = self.link(transport, transport.timeout)
@@ -138,7 +139,6 @@ class Composition:
         transport.name_axes(**{word: self.axes.index(axis) for axis, word in several.items()})
 
     def link(self, transport: DistributedTransport, timeout: float) -> dict[str, AxisLink]:
-        """Make the links to this rank's neighbours on the other axes."""
         return {
             axis: AxisLink(self.axes.mesh.get_group(axis), timeout, transport, word, unseen=axis == "tp")
             for axis, word in BESIDE.items()
@@ -146,7 +146,6 @@ class Composition:
         }
 
     def build(self, pipe: Pipeline, places: Sequence[Sequence[tuple[int, str]]]) -> Replication:
-        """Build what runs beside the steps of this rank."""
         if self.axes.size("dp") > 1 or self.axes.size("tp") > 1 or self.shards:
             from penstock.parallel.compose import compose  # loads DTensor and FSDP
 

@@ -72,15 +72,14 @@ def mesh(
 def _watched_mesh(kind: str, shape: tuple[int, ...], order: tuple[str, ...]) -> DeviceMesh:
     """Make a mesh, and name a process that is lost meanwhile.
 
-    Torch connects the members of each axis in calls that wait for half an hour and name nobody. So all processes meet
-    first, by a transport that names who is missing, and what is lost after that is found within the group's timeout.
+    Torch connects the members of each axis in calls that name nobody. So all processes first meet by a transport, which
+    names who is missing; what is lost after that is found within the group's timeout.
     """
     everybody = dist.group.WORLD
     assert everybody is not None
     limit = everybody._get_backend(torch.device("cpu")).options._timeout
     meeting = DistributedTransport(everybody, limit.total_seconds())
     meeting.call = CALL
-    number = meeting.number
     try:
         meeting.exchange(None)
     finally:
@@ -88,11 +87,10 @@ def _watched_mesh(kind: str, shape: tuple[int, ...], order: tuple[str, ...]) -> 
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = limit
+    override: Any = dict.fromkeys(order, ("gloo", options))
     store = dist.distributed_c10d._get_process_group_store(everybody)
-    with joining(store, dist.get_rank(), dist.get_world_size(), f"mesh/{number}"):
-        return init_device_mesh(
-            kind, shape, mesh_dim_names=order, backend_override=dict.fromkeys(order, ("gloo", options))
-        )
+    with joining(store, dist.get_rank(), dist.get_world_size(), f"mesh/{meeting.number}"):
+        return init_device_mesh(kind, shape, mesh_dim_names=order, backend_override=override)
 
 
 def _product(sizes: dict[str, int], left_out: list[str] | None = None) -> str:

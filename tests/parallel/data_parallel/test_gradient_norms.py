@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.parallel.data_parallel.gradient_norms import SpreadNorms
+from penstock.parallel.data_parallel.gradient_norms import gather_over, spread_norm
 
 
 class Link:
@@ -25,8 +25,8 @@ def test_what_every_member_has_whole_is_counted_once(order: float) -> None:
     gradients = [torch.randn(3), torch.randn(2, 2)]
     wanted = torch.nn.utils.get_total_norm(gradients, order)
     links: Any = {"dp": Link(), "tp": Link()}
-    for norms in (SpreadNorms({}), SpreadNorms(links)):
-        found = norms.of(gradients, order, None)
+    for some in ({}, links):
+        found = spread_norm(some, gradients, order, None)
         assert found == (pytest.approx(wanted.item()), torch.float32)
-        assert norms.of([], order, None) is None
-    assert SpreadNorms(links).all_gather("call", 1) == [1] * 4
+        assert spread_norm(some, [], order, None) is None
+    assert gather_over(links, "call", 1) == [1] * 4

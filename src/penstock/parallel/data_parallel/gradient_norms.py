@@ -17,42 +17,36 @@ from penstock.parallel.axis_link import AxisLink
 from penstock.runtime.optim.norms import PartialNorm, join_partial, local_of, norm_of
 
 
-class SpreadNorms:
-    """The links of this rank, by axis; those that are missing have nothing spread over them."""
+def spread_norm(
+    links: Mapping[str, AxisLink], gradients: Sequence[Tensor], order: float, foreach: bool | None
+) -> PartialNorm | None:
+    """Compute the norm of all of them, over every rank that holds a part of one.
 
-    def __init__(self, links: Mapping[str, AxisLink]) -> None:
-        self._links = dict(links)
+    `links`: those of this rank, by axis; along others nothing is spread.
+    """
+    kinds: dict[frozenset[str], list[Tensor]] = {}
+    for gradient in gradients:
+        kinds.setdefault(_axes(gradient), []).append(local_of(gradient))
+    norms = {axes: norm_of(parts, order, foreach) for axes, parts in kinds.items()}
+    for axis, link in links.items():
+        answers = link.exchange(norms)
+        apart: dict[frozenset[str], list[Any]] = {}
+        held = {axes for each in answers for axes in each}
+        for axes in sorted(held, key=lambda axes: (axis in axes, *sorted(axes))):
+            members = [each.get(axes) for each in answers]
+            # What all members hold counts once, as the first has it: another processor may differ in the last bit.
+            found = join_partial(members, order) if axis in axes else next(filter(None, members))
+            apart.setdefault(axes - {axis}, []).append(found)
+        norms = {axes: join_partial(parts, order) for axes, parts in apart.items()}
+    return join_partial([norms[axes] for axes in sorted(norms, key=sorted)], order)
 
-    def of(self, gradients: Sequence[Tensor], order: float, foreach: bool | None) -> PartialNorm | None:
-        """Compute the norm of all of them, over every rank that holds a part of one."""
-        kinds: dict[frozenset[str], list[Tensor]] = {}
-        for gradient in gradients:
-            kinds.setdefault(_axes(gradient), []).append(local_of(gradient))
-        norms = {axes: norm_of(parts, order, foreach) for axes, parts in kinds.items()}
-        for axis, link in self._links.items():
-            answers = link.exchange(norms)
-            apart: dict[frozenset[str], list[Any]] = {}
-            held = {axes for each in answers for axes in each}
-            for axes in sorted(held, key=lambda axes: (axis in axes, *sorted(axes))):
-                members = [each.get(axes) for each in answers]
-                # What all members hold counts once, as the first has it: another processor may differ in the last bit.
-                found = join_partial(members, order) if axis in axes else next(filter(None, members))
-                apart.setdefault(axes - {axis}, []).append(found)
-            norms = {axes: join_partial(parts, order) for axes, parts in apart.items()}
-        return join_partial([norms[axes] for axes in sorted(norms, key=sorted)], order)
 
-    def all_gather(self, call: str, value: Any) -> list[Any]:
-        """Return the values of all ranks that hold these parameters, or parts of them, in this call."""
-        values = [value]
-        for link in self._links.values():
-            values = [each for several in link.all_gather(call, values) for each in several]
-        return values
-
-    def close(self) -> None:
-        """End the links that only this one uses."""
-        for axis, link in self._links.items():
-            if axis != "dp":
-                link.close()
+def gather_over(links: Mapping[str, AxisLink], call: str, value: Any) -> list[Any]:
+    """Return the values of all ranks that hold these parameters, or parts of them, in this call."""
+    values = [value]
+    for link in links.values():
+        values = [each for several in link.all_gather(call, values) for each in several]
+    return values
 
 
 def _axes(gradient: Tensor) -> frozenset[str]:

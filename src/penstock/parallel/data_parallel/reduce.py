@@ -1,18 +1,14 @@
 """Plain data parallelism: the gradients of all replicas, added once per step.
 
-A stage's gradients are complete after its last backward, which the program knows (`REDUCE_GRAD`). There they are
-copied into flat buckets, and a bucket's all-reduce is started and left to run while the rest of the program goes on;
-the end of the step waits for all of them. The seeds of the backward have already weighed each replica's batch
-against all, so gradients are added and never scaled.
+A stage's gradients are complete after its last backward, which the program knows (`REDUCE_GRAD`). There they are copied
+into flat buckets, and a bucket's all-reduce is started and left to run while the rest of the program goes on; the end
+of the step waits for all of them. The seeds of the backward have already weighed each replica's batch against all, so
+gradients are added and never scaled.
 
-What goes wrong elsewhere, and how it cannot here:
-
-- Replicas differ in which parameters got a gradient. The layout of a bucket is the parameters that are trained,
-  whether they have a gradient or not; which of them had one anywhere is told at the end of the step, and a parameter
-  that had none keeps none.
-- A parameter of two stages would be reduced twice. It goes with the stage whose turn comes last.
-- A parameter that was put into a stage later has values of its own on each replica. It is refused.
-- Gradients of an earlier step, reduced already, would be added once more by each replica. They are set aside.
+Replicas may differ in which parameters got a gradient: a bucket has all that are trained, and at the end of the step it
+is told which had one anywhere; the others keep none. A parameter of two stages goes with the one whose turn comes last.
+One that was put into a stage later has values of its own on each replica, and is refused. Gradients of an earlier step,
+reduced already, would be added once more by each replica, and are set aside.
 """
 
 from __future__ import annotations
@@ -84,9 +80,7 @@ class Reducer:
         link: AxisLink | None,
         managed: Iterable[nn.Parameter] = (),
     ) -> None:
-        self._modules = modules
-        self._names = names
-        self._link = link
+        self._modules, self._names, self._link = modules, names, link
         self._managed = {id(parameter) for parameter in managed}  # Something else reduces these.
         self._known = {id(each): each for module in modules.values() for each in module.parameters()}
         self._order: tuple[int, ...] = ()
@@ -118,7 +112,6 @@ class Reducer:
         }
 
     def held(self) -> list[nn.Parameter]:
-        """Return the parameters that this rank's stages have now, in their order."""
         return [parameter for module in self._modules.values() for parameter in module.parameters()]
 
     def copied(self) -> list[tuple[str, nn.Parameter]]:
@@ -128,9 +121,7 @@ class Reducer:
         ]
 
     def strangers(self, held: Iterable[nn.Parameter]) -> list[str]:
-        """Return parameters that were not there when the copies of these stages were made equal; by stage and name
-        there.
-        """
+        """Return the names of parameters that were not there when the copies of these stages were made equal."""
         if all(id(parameter) in self._known for parameter in held):
             return []
         return [
@@ -155,12 +146,14 @@ class Reducer:
 
     def start(self, stage: int) -> None:
         """Start REDUCE_GRAD: the stage's gradients leave, and the sums come while other things run."""
-        for bucket in self._buckets[stage]:
-            for parameter in bucket.parameters:
-                if parameter.grad is not None:
-                    self._check(parameter)
-                    self.present |= self._bit[id(parameter)]
+        for parameter in self._reduced_with(stage):
+            if parameter.grad is not None:
+                self._check(parameter, parameter.grad)
+                self.present |= self._bit[id(parameter)]
         self._issue(stage)
+
+    def _reduced_with(self, stage: int) -> Iterator[nn.Parameter]:
+        return (parameter for bucket in self._buckets[stage] for parameter in bucket.parameters)
 
     def _issue(self, stage: int) -> None:
         self._done.add(stage)
@@ -170,9 +163,7 @@ class Reducer:
             bucket.work = dist.all_reduce(bucket.fill(), group=self._link.group, async_op=True)
             self._started.append(bucket)
 
-    def _check(self, parameter: nn.Parameter) -> None:
-        gradient = parameter.grad
-        assert gradient is not None
+    def _check(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         if gradient.layout is not torch.strided:
             name = self._names.get(id(parameter), "a parameter")
             raise ModelError(
@@ -185,9 +176,8 @@ class Reducer:
     def drain(self, stage: int) -> None:
         """Give the other replicas their all-reduce although the step has failed."""
         if stage not in self._done:
-            for bucket in self._buckets[stage]:
-                for parameter in bucket.parameters:
-                    parameter.grad = None
+            for parameter in self._reduced_with(stage):
+                parameter.grad = None
             self._issue(stage)
 
     def finish(self, discard: bool = False) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,25 +32,17 @@ from penstock.runtime.optim.norms import local_of
 
 CHANGED = "step() after a change of requires_grad"
 SAMPLE = 8  # numbers of a parameter
-# Share of the largest: devices of different kinds round differently, and that adds up over a long run.
-DRIFT = 1e-3
+DRIFT = 1e-3  # Share of the largest: devices of different kinds round differently, and that adds up over a long run.
 
 
 class ReplicaChecks:
     """The checks of one rank, over links to copies of its stages (dp) and to other parts of its tensors (tp)."""
 
     def __init__(
-        self,
-        executor: Executor,
-        reducer: Reducer,
-        sharded: Iterable[nn.Parameter],
-        link: AxisLink | None,
-        shards: AxisLink | None,
+        self, executor: Executor, reducer: Reducer, sharded: Iterable[nn.Parameter], links: Mapping[str, AxisLink]
     ) -> None:
-        self._executor = executor
-        self._reducer = reducer
-        self._links = [each for each in (link, shards) if each is not None]
-        self._shards = shards
+        self._executor, self._reducer = executor, reducer
+        self._links, self._shards = links, links.get("tp")
         self._trained = [parameter.requires_grad for parameter in reducer.held()]
         self._sharded = list(sharded)
         self._copied = reducer.copied()
@@ -75,7 +67,7 @@ class ReplicaChecks:
             )
         trained = [parameter.requires_grad for parameter in held]
         if trained != self._trained:
-            for word, answers in [(link.word, link.all_gather(CHANGED, trained)) for link in self._links]:
+            for word, answers in [(link.word, link.all_gather(CHANGED, trained)) for link in self._links.values()]:
                 if any(each != trained for each in answers):
                     self.apart = True
                     counts = ", ".join(f"{word} {number}: {sum(each)}" for number, each in enumerate(answers))

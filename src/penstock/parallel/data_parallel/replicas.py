@@ -1,15 +1,15 @@
 """One step of a pipeline that has replicas: what is added, what is told, and how all of them fail together.
 
-All replicas run the same program, each on its own batch. They meet at the sharding actions of the program and at the
-end of the step, where each says what came of it. A replica whose step fails walks the rest of its program without
-computing, but takes part in every collective on the way: so the others' collectives end, all replicas learn of the
-failure at the end of the step, and the next step starts clean. A replica that cannot even do that (one of its
-ranks is lost) ends the link instead, and everybody leaves with its failure.
+All replicas run the same program, each on its own batch, and meet at its sharding actions and at the end of the step.
+A replica whose step fails walks the rest of its program without computing, but takes part in every collective on the
+way: so the others' collectives end, all replicas learn of the failure at the end of the step, and the next step starts
+clean. A replica that cannot even do that (one of its ranks is lost) ends the link instead, and everybody leaves with
+its failure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any, Self
@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from penstock.errors import ModelError, PeerFailure, UsageError
 from penstock.parallel.axis_link import AxisLink
-from penstock.parallel.data_parallel.gradient_norms import SpreadNorms
+from penstock.parallel.data_parallel.gradient_norms import gather_over, spread_norm
 from penstock.parallel.data_parallel.reduce import Reducer, make_equal, part_of
 from penstock.parallel.data_parallel.replica_checks import ReplicaChecks
 from penstock.parallel.data_parallel.sharded import Sharder
@@ -35,48 +35,40 @@ from penstock.runtime.optim.norms import local_of
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.schedule import Action, Op, Schedule, insert_shards
 
-# Replicas compare what they measure by, and what their batches weigh.
-COMPARISONS = 2
+COMPARISONS = 2  # Replicas compare what they measure by, and what their batches weigh.
 
 
 class Replicas(Replication):
     """This rank's part. `weighing`: when in a step its batch's weight is told, "before", "during" or "never"."""
 
     sets_aside = True
+    is_alone = False
 
     def __init__(
         self,
         executor: Executor,
-        link: AxisLink | None,
+        links: Mapping[str, AxisLink],
         reducer: Reducer,
         sharder: Sharder | None,
-        norms: SpreadNorms,
         weighing: Callable[[], str],
-        shards: AxisLink | None = None,
         loss_parallel: bool = False,
     ) -> None:
-        self._executor = executor
-        self._link = link
-        self._reducer = reducer
-        self._sharder = sharder
-        self._norms = norms
-        self._shards = shards
-        self._loss_parallel = loss_parallel
-        self._checks = ReplicaChecks(executor, reducer, () if sharder is None else sharder.managed, link, shards)
-        self.is_alone = False
-        self._weighing = weighing
+        self._executor, self._links = executor, links
+        self._link, self._shards = links.get("dp"), links.get("tp")
+        self._reducer, self._sharder = reducer, sharder
+        self._weighing, self._loss_parallel = weighing, loss_parallel
+        self._checks = ReplicaChecks(executor, reducer, () if sharder is None else sharder.managed, links)
         self._weighs = False
         self._total: tuple[list[Tensor], Any] | None = None
-        # Number of comparisons that replicas have before them in this step.
-        self._comparisons = 0
+        self._comparisons = 0  # Number of comparisons that replicas have before them in this step.
         self._failure: PeerFailure | None = None  # Failure of this step.
         self._earlier: list[tuple[nn.Parameter, Tensor | None]] = []
         if sharder is not None:
             sharder.waiting = self._waiting
-        if link is not None:
-            self.replicas, self.index = link.size, link.index
-        self.overlaps = sharder is None and shards is None
-        self.leads = all(each is None or each.index == 0 for each in (link, shards))
+        if self._link is not None:
+            self.replicas, self.index = self._link.size, self._link.index
+        self.overlaps = sharder is None and self._shards is None
+        self.leads = all(each.index == 0 for each in links.values())
 
     # -- during a step
 
@@ -119,10 +111,8 @@ class Replicas(Replication):
         if link is None:
             return lambda: weight
         parts = [torch.zeros(1, dtype=torch.float64, device="cpu") for _ in range(link.size)]
-        work = dist.all_gather(
-            parts, torch.tensor([weight], dtype=torch.float64, device="cpu"), group=link.group, async_op=True
-        )
-        self._total = (parts, work)
+        mine = torch.full_like(parts[0], weight)
+        self._total = parts, dist.all_gather(parts, mine, group=link.group, async_op=True)
         return self._summed
 
     def _summed(self) -> float:
@@ -194,7 +184,7 @@ class Replicas(Replication):
             try:
                 self._finish()
             except (ModelError, UsageError) as error:  # All copies raise it alike; the report notifies the other ranks.
-                failure, own = link.named(failure_of(self._executor.rank, error, None)), error
+                failure, own = self._failure_of(error, link), error
             else:
                 if any(each.loss is not None or each.extra for each in answers):
                     ended.report.copies = [replace(each, counts=[], more=None) for each in answers]
@@ -213,11 +203,9 @@ class Replicas(Replication):
         """Set aside what earlier steps added: it has been reduced."""
         self._count, self._training = program.microbatches, training
         self._computing = ExitStack()  # what holds while this replica computes
-        self._total = None
-        self._met = False
+        self._total, self._failure, self._met = None, None, False
         self._weighs = self._link is not None and self._weighing() == "before"
         self._comparisons = COMPARISONS if self._weighing() == "during" else 0
-        self._failure = None
         if self._sharder is not None:
             self._sharder.begin()
         self._earlier = []
@@ -248,14 +236,11 @@ class Replicas(Replication):
         self._checks.same([each.more[2] for each in self.replica_reports])
         self._reducer.finish()
         self._checks.after()
-        here, sharded = 0, 0
+        had = 0
         for each in self.replica_reports:
-            here |= each.more[0]
-            sharded |= each.more[1]
-        count = len(self._reducer.parameters)
+            had |= each.more[0] | each.more[1] << len(self._reducer.parameters)
         for place, (parameter, earlier) in enumerate(self._earlier):
-            had = here >> place & 1 if place < count else sharded >> (place - count) & 1
-            if not had:
+            if not had >> place & 1:
                 parameter.grad = earlier
             elif earlier is not None and parameter.grad is not None:
                 local_of(parameter.grad).add_(local_of(earlier))
@@ -264,12 +249,11 @@ class Replicas(Replication):
     def _report_failure(self, error: BaseException) -> None:
         """Report that the step has failed here, or that another replica reported so."""
         link, own = self._link, self._executor.transport.broken
-        failure = error if isinstance(error, PeerFailure) else failure_of(self._executor.rank, error, None)
         if self._shards is not None and own is not None:
-            self._shards.abort(failure)
+            self._shards.abort(self._failure_of(error))
         if link is None or link.broken is not None:
             return
-        failure = link.named(failure)
+        failure = self._failure_of(error, link)
         if own is not None:
             link.abort(failure)
             return
@@ -292,19 +276,24 @@ class Replicas(Replication):
             parameter.grad = earlier
         self._earlier = []
 
+    def _failure_of(self, error: BaseException, link: AxisLink | None = None) -> PeerFailure:
+        """Return an error of this rank as others, on that link, are told of it."""
+        failure = error if isinstance(error, PeerFailure) else failure_of(self._executor.rank, error, None)
+        return failure if link is None else link.named(failure)
+
     def _named(self, error: BaseException) -> BaseException:
         """Add to a failure of this replica that it is one."""
         if not isinstance(error, PeerFailure):
             return error
         named = error
-        for link in (self._link, self._shards):
-            named = named if link is None else link.named(named)
+        for link in self._links.values():
+            named = link.named(named)
         named.__cause__ = error.__cause__
         return named
 
     @property
     def broken(self) -> PeerFailure | None:
-        losses = (link.broken for link in (self._link, self._shards) if link is not None)
+        losses = (link.broken for link in self._links.values())
         return next((loss for loss in losses if loss is not None), None)
 
     def _check_links(self) -> None:
@@ -318,8 +307,7 @@ class Replicas(Replication):
         self._check_links()
 
         def describe(error: BaseException) -> PeerFailure:
-            failure = error if isinstance(error, PeerFailure) else failure_of(self._executor.rank, error, None)
-            failure = link.named(failure)
+            failure = self._failure_of(error, link)
             if self._executor.transport.broken is not None:
                 link.abort(failure)
             return failure
@@ -338,9 +326,8 @@ class Replicas(Replication):
         if not isinstance(value, DTensor):
             return value
         with ExitStack() as stack:
-            for link in (self._link, self._shards):
-                if link is not None:
-                    stack.enter_context(link.waiting("the collection of the model"))
+            for link in self._links.values():
+                stack.enter_context(link.waiting("the collection of the model"))
             return value.full_tensor()
 
     def first_has(self, value: Tensor) -> Tensor:
@@ -354,12 +341,11 @@ class Replicas(Replication):
         self._checks.loaded(values)
 
     def norm(self, gradients: Sequence[Tensor], order: float, foreach: bool | None) -> tuple[float, torch.dtype] | None:
-        return self._norms.of(gradients, order, foreach)
+        return spread_norm(self._links, gradients, order, foreach)
 
     def all_gather(self, call: str, value: Any) -> list[Any]:
-        return self._norms.all_gather(call, value)
+        return gather_over(self._links, call, value)
 
     def close(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        self._norms.close()
+        for link in self._links.values():
+            link.close()

@@ -1,12 +1,10 @@
 """Sharded data parallelism: torch's FSDP2, driven by the program and by nothing else.
 
-`fully_shard` brings the sharded parameters, the all-gather, the reduce-scatter and the mixed precision. It also
-brings hooks that decide for themselves when to gather, to free and to reduce: before every forward, after every
-backward of every microbatch. In a pipeline these moments are planned (`UNSHARD`, `RESHARD`, `REDUCE_GRAD`) and
-proved, so the hooks are taken off, and each action calls the one thing that it means. Parameters are whole from their
-UNSHARD to their RESHARD; gradients add up over microbatches in the whole parameters, and are reduced once.
-
-This file and `wrapped_stages` are the only ones that know how FSDP2 looks inside.
+`fully_shard` brings the sharded parameters, the all-gather, the reduce-scatter and the mixed precision, and hooks that
+decide for themselves when to gather, to free and to reduce: before every forward, after every backward of every
+microbatch. In a pipeline these moments are planned (`UNSHARD`, `RESHARD`, `REDUCE_GRAD`) and proved, so the hooks are
+taken off, and each action calls the one thing that it means. Gradients add up over microbatches in the whole
+parameters, and are reduced once. This file and `wrapped_stages` are the only ones that know how FSDP2 looks inside.
 
 Two things stay whole, and are reduced as in plain data parallelism: parameters that several stages share, because a
 group of FSDP's belongs to one stage, and scalars, which FSDP2 does not take.
@@ -48,18 +46,19 @@ def check_shardable(parts: Mapping[int, StagePart], precise: bool, shared: set[n
                 f"cast by ParallelOptions(shard_precision=); use precision='bf16' instead"
             )
         for name, parameter in module.named_parameters():
-            hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-            if parameter not in shared and hooks:
+            if parameter in shared:
+                continue
+            whose = f"{part.names.get(name, name)} of stage {stage}"
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise ModelError(
-                    f"{part.names.get(name, name)} of stage {stage} has a hook, which "
-                    f"ParallelOptions(replicate='fsdp') cannot call: a shard takes the parameter's place. Change "
-                    f"gradients between step() and optimizer.step(), or use replicate='ddp'"
+                    f"{whose} has a hook, which ParallelOptions(replicate='fsdp') cannot call: a shard takes the "
+                    f"parameter's place. Change gradients between step() and optimizer.step(), or use replicate='ddp'"
                 )
-            if parameter not in shared and not getattr(parameter, "_local_tensor", parameter).is_contiguous():
+            if not getattr(parameter, "_local_tensor", parameter).is_contiguous():
                 raise ModelError(
-                    f"{part.names.get(name, name)} of stage {stage} has shape {tuple(parameter.shape)} with strides "
-                    f"{parameter.stride()} (a transposed or channels_last weight), and FSDP shards contiguous "
-                    f"parameters only; set parameter.data = parameter.data.contiguous(), or use replicate='ddp'"
+                    f"{whose} has shape {tuple(parameter.shape)} with strides {parameter.stride()} (a transposed or "
+                    f"channels_last weight), and FSDP shards contiguous parameters only; set parameter.data = "
+                    f"parameter.data.contiguous(), or use replicate='ddp'"
                 )
 
 
@@ -102,8 +101,7 @@ class Sharder:
             if precision is not None:
                 stage.guarded.wrap = partial(_casting, precision)
         self.waiting: Callable[[str], AbstractContextManager[None]] = lambda what: nullcontext()
-        # Indexed by stage: waits until its parameters are complete.
-        self._gathering: dict[int, Callable[[], None]] = {}
+        self._gathering: dict[int, Callable[[], None]] = {}  # By stage: waits until its parameters are complete.
         self.present = 0
 
     def begin(self) -> None:
@@ -113,20 +111,12 @@ class Sharder:
     @property
     def managed(self) -> list[nn.Parameter]:
         """All sharded parameters, also those that are frozen for now."""
-        return [each.sharded_param for each in self._all()]
+        return [each.sharded_param for groups in self._groups.values() for each in _parameters(groups)]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters that are trained, in the order of their bits in `present`."""
-        return [each.sharded_param for each in self._trained()]
-
-    def _all(self) -> Iterator[Any]:
-        for groups in self._groups.values():
-            for group in groups:
-                yield from group.fsdp_params
-
-    def _trained(self) -> Iterator[Any]:
-        return (each for each in self._all() if each.sharded_param.requires_grad)
+        return [parameter for parameter in self.managed if parameter.requires_grad]
 
     def act(self, action: Action) -> None:
         stage = action.stage
@@ -156,9 +146,10 @@ class Sharder:
             self._reduce(action.stage)
 
     def _note(self, stage: int) -> None:
-        mine = {id(each) for group in self._groups[stage] for each in group.fsdp_params}
-        for place, each in enumerate(self._trained()):
-            if id(each) not in mine:
+        places = {id(parameter): place for place, parameter in enumerate(self.parameters)}
+        for each in _parameters(self._groups[stage]):
+            place = places.get(id(each.sharded_param))
+            if place is None:
                 continue
             if not hasattr(each, "_unsharded_param"):  # The attribute exists once the stage has been gathered.
                 raise RunError("gradients are reduced before the stage was ever whole")
@@ -179,7 +170,6 @@ class Sharder:
             wait()
 
     def after(self, stage: int) -> None:
-        """Add up low-precision gradients after a backward, in the precision that they are reduced in."""
         if self._fills:
             add_up(self._groups[stage])
 
@@ -192,9 +182,13 @@ class Sharder:
                 module.reset_iter_state()
 
 
+def _parameters(groups: Iterable[Any]) -> Iterator[Any]:
+    return (each for group in groups for each in group.fsdp_params)
+
+
 def add_up(groups: Iterable[Any]) -> None:
     """Add up low-precision gradients after a backward, in the precision that they are reduced in."""
-    for each in (each for group in groups for each in group.fsdp_params):
+    for each in _parameters(groups):
         if hasattr(each, "_unsharded_param"):
             each.accumulate_unsharded_grad_if_needed()
             each.to_accumulated_grad_if_needed()
@@ -202,7 +196,7 @@ def add_up(groups: Iterable[Any]) -> None:
 
 def forget_gradients(groups: Iterable[Any]) -> None:
     """Drop the gradients of complete parameters, which have not been reduced."""
-    for each in (each for group in groups for each in group.fsdp_params):
+    for each in _parameters(groups):
         each.unsharded_accumulated_grad = None
         if hasattr(each, "_unsharded_param"):
             each._unsharded_param.grad = None

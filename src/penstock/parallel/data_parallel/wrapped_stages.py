@@ -1,14 +1,13 @@
 """Stages that the user has wrapped for data parallelism: torch's `fully_shard`, `replicate` or DistributedDataParallel.
 
 These reduce gradients by hooks of their own, when a backward ends. In a pipeline a stage has a backward per microbatch,
-and where that is split, most gradients come later still, in `W`. So for the time of a step the wrappers are told to
-reduce nothing; the program's `REDUCE_GRAD`, behind a stage's last backward of any kind, lets them do it once, in their
-own way: with their buckets, precision, meshes and communication hooks. `UNSHARD` and `RESHARD` say when a sharded
-stage is complete. What the user has set on the wrappers, such as `set_requires_gradient_sync(False)` or `no_sync()`,
-holds for the step as a whole.
+and where that is split, most gradients come later still, in `W`. So in a step the wrappers are told to reduce nothing;
+the program's `REDUCE_GRAD` lets them do it once, in their own way: with their buckets, precision, meshes and hooks.
+`UNSHARD` and `RESHARD` say when a sharded stage is complete. What the user has set on the wrappers, such as
+`set_requires_gradient_sync(False)` or `no_sync()`, holds for the step as a whole.
 
-The replicas belong to the user: each is a pipeline of its own, with its own batch and loss, and this one knows nothing
-of the others. To have them watched, weighed and named in errors, pass plain modules and `mesh=` instead.
+The replicas belong to the user: each is a pipeline of its own, with its own batch and loss. To have them watched,
+weighed and named in errors, pass plain modules and `mesh=` instead.
 """
 
 from __future__ import annotations
@@ -60,10 +59,7 @@ class UserParallel(Replication):
 
 
 class WrappedStages(UserParallel):
-    """The wrapped stages of one rank: by stage, modules that are wrappers or have some inside.
-
-    `pipeline`: the processes that have the stages of this pipeline.
-    """
+    """The wrapped stages of one rank. `pipeline`: the processes that have the stages of this pipeline."""
 
     is_alone = False
 
@@ -110,7 +106,6 @@ class WrappedStages(UserParallel):
     # -- around a computation: see `ParallelHooks`
 
     def before(self, stage: int) -> None:
-        """Complete the parameters of a stage that is about to compute."""
         for each in self._wrappers.get(stage, ()):
             each.complete()
 
@@ -133,7 +128,6 @@ class _Sharded:
         self._gathering: list[Any] = []
 
     def ranks(self) -> Iterator[int]:
-        """Yield the processes that have copies, or parts."""
         for group in self._groups:
             yield from group.mesh_info.mesh.mesh.flatten().tolist()
 

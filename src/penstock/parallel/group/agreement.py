@@ -15,7 +15,7 @@ Found = TypeVar("Found")
 
 
 def in_words(error: BaseException) -> str:
-    """An error as others are told of it: one of ours, or of the system, speaks for itself."""
+    """Describe an error for others: one of ours, or of the system, speaks for itself."""
     return str(error) if isinstance(error, (PenstockError, OSError)) else f"{type(error).__name__}: {error}"
 
 
@@ -26,7 +26,7 @@ def agree(
     describe: Callable[[BaseException], Any] = in_words,
     refuse: Callable[[int, Any], BaseException] = PeerFailure,
 ) -> list[Found]:
-    """What each member finds, by its number; `exchange` gives all members' answers to all.
+    """Return what each member finds, by its number; `exchange` gives all members' answers to all.
 
     An error travels as `describe` puts it; of the others', `refuse(number, description)` makes what is raised here.
     """
@@ -34,7 +34,7 @@ def agree(
     own: BaseException | None = None
     try:
         mine = find()
-    except BaseException as error:  # raised below: the others wait for this member's answer, whatever it is
+    except BaseException as error:  # Raised below: the others wait for this member's answer, whatever it is.
         own = error
     try:
         answers = exchange((mine, None if own is None else describe(own)))

@@ -14,7 +14,7 @@ from penstock.schedule import Schedule
 
 
 def facts_of(schedule: Schedule, split: StagedModel, settings: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """What must be the same on every rank: each in words, and a digest of all of it."""
+    """Return what must be the same on every rank: each in words, and a digest of all of it."""
     facts: dict[str, tuple[str, Any]] = {
         "microbatches": (str(schedule.microbatches), None),
         "schedule": (
@@ -28,7 +28,7 @@ def facts_of(schedule: Schedule, split: StagedModel, settings: Mapping[str, str]
         shapes = [
             (holding.names.get(name, name), tuple(value.shape))
             for name, value in holding.module.state_dict(keep_vars=True).items()
-            if isinstance(value, Tensor)  # and no state of another kind
+            if isinstance(value, Tensor)  # A module may have state of another kind.
         ]
         numbers = sum(math.prod(shape) for _, shape in shapes)
         facts[place] = (f"{len(shapes)} tensors with {numbers} numbers", shapes)
@@ -41,7 +41,7 @@ def facts_of(schedule: Schedule, split: StagedModel, settings: Mapping[str, str]
 
 
 def compared(answers: Sequence[Mapping[str, tuple[str, str]]], word: str) -> str:
-    """What differs from the first one's facts, in lines; empty where nothing does."""
+    """List what differs from the first one's facts, in lines; empty where nothing does."""
     return "\n  ".join(
         f"{name}: {word} {number} has {theirs.get(name, ('nothing', ''))[0]}, {word} 0 has {fact[0]}"
         for name, fact in answers[0].items()

@@ -1,9 +1,8 @@
 """Where a pipeline runs: all ranks in this process, or this process as one rank of a group.
 
-Decided once, from what the user passed and from the environment, so that the same script runs
-on a laptop and under torchrun. On processes the ranks make sure, before the first step, that
-they were all given the same pipeline: a difference that would otherwise show as a hang or as
-wrong numbers is an error that names it.
+Decided once, from what the user passed and from the environment, so that the same script runs on a laptop and under
+torchrun. On processes the ranks make sure, before the first step, that they were all given the same pipeline: a
+difference that would otherwise show as a hang or as wrong numbers is an error that names it.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from penstock.runtime.transport.shared_memory.transport import SharedMemoryTrans
 from penstock.runtime.transport.threads import IN_MEMORY
 
 BUILDING = "Pipeline()"  # the call that ranks are in while they build one
-MEASURING_SECONDS = 1800.0  # for the rank that measures the layers for all
+MEASURING_SECONDS = 1800.0  # Others wait so long for the rank that measures the layers for all.
 Found = TypeVar("Found")
 Given = ParamSpec("Given")
 # How processes reach each other, by what `transport=` calls it; the first is the default.
@@ -41,13 +40,12 @@ ON_PROCESSES: dict[str, type[DistributedTransport]] = {
 }
 TRANSPORTS = ("threads", *ON_PROCESSES)
 TRANSPORT_VARIABLE = "PENSTOCK_TRANSPORT"
-REHEARSED: ContextVar[Callable[[], Any] | None] = ContextVar(
-    "REHEARSED", default=None
-)  # makes the world of a rehearsal
+# It makes the world of a rehearsal.
+REHEARSED: ContextVar[Callable[[], Any] | None] = ContextVar("REHEARSED", default=None)
 
 
 def collective(call: str) -> Callable[[Callable[Given, Found]], Callable[Given, Found]]:
-    """A method of a pipeline that every rank must call; where ranks are in different ones, each is named."""
+    """Mark a method of a pipeline that every rank must call; where ranks are in different ones, each is named."""
 
     def decorate(method: Callable[Given, Found]) -> Callable[Given, Found]:
         @wraps(method)
@@ -65,24 +63,18 @@ class World:
     """`size` is the number of processes, or None where ranks are threads."""
 
     def __init__(self, group: Any, size: int | None, timeout: float, requested_transport: str | None = None) -> None:
-        self.group = group
-        self.size = size
-        self.timeout = timeout
-        self.requested_transport = requested_transport  # by the user, if at all
+        self.group, self.size, self.timeout = group, size, timeout
+        self.requested_transport = requested_transport  # The user may have asked for none.
         self.transport: Transport | None = None  # this process's, where ranks are processes
         self._informed = False  # the other ranks know what this one was given
         self._one_host = True
 
     @property
     def kind(self) -> str:
-        """What the ranks are, in words."""
         return "threads of this process" if self.size is None else f"{self.size} processes"
 
     def describe_link(self, source: int, target: int) -> str:
-        """What carries values from one rank to another, in words."""
-        if self.transport is None:
-            return IN_MEMORY
-        return self.transport.describe_link(source, target)
+        return IN_MEMORY if self.transport is None else self.transport.describe_link(source, target)
 
     @classmethod
     def find(cls, group: Any, mesh: Any, transport: str | None, timeout: float) -> World:
@@ -121,7 +113,7 @@ class World:
 
     @contextmanager
     def meeting(self) -> Iterator[DistributedTransport | None]:
-        """A transport for what ranks tell each other while the model is cut; None where ranks are threads.
+        """Open a transport for what ranks tell each other while the model is cut; None where ranks are threads.
 
         It names a rank that is lost meanwhile, and has the patience to wait for one that measures.
         """
@@ -136,7 +128,7 @@ class World:
             transport.close()
 
     def check_ranks(self, wanted: int, asked: int | None) -> None:
-        """The schedule's ranks must be the processes there are."""
+        """Check that the schedule's ranks are the processes there are."""
         if self.size is not None and wanted != self.size:
             reason = f"ranks={asked}" if asked else f"the schedule needs {wanted} ranks"
             raise UsageError(
@@ -155,15 +147,14 @@ class World:
     def _connect(self, device: torch.device | None) -> Transport:
         assert self.size is not None
         name = self.requested_transport or next(iter(ON_PROCESSES))
-        options: dict[str, Any] = {"coordinator": 0, "device": device}  # no rank can begin a step without rank 0
-        if self.requested_transport == "shared":
-            options["strict"] = True  # shared memory was asked for by name: nothing else will do
-        self.transport = ON_PROCESSES[name](self.group, self.timeout, **options)
+        # Where shared memory was asked for by name, nothing else will do.
+        options: dict[str, Any] = {"strict": True} if self.requested_transport == "shared" else {}
+        self.transport = ON_PROCESSES[name](self.group, self.timeout, device=device, **options)
         return self.transport
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """A rank that cannot build its pipeline tells the others, which would wait for it in `agree`."""
+        """Have a rank that cannot build its pipeline tell the others, which would wait for it in `agree`."""
         try:
             yield
         except BaseException as error:
@@ -197,17 +188,14 @@ class World:
         check_built(self.all_gather(BUILDING, None))
 
     def clock_shifts(self, ranks: int) -> tuple[list[float], float]:
-        """How far each rank's clock is ahead of rank 0's, and the error of that; on one host it is the same clock."""
+        """Measure how far each rank's clock is ahead of rank 0's, and the error of that; one host has one clock."""
         if self.transport is None or self._one_host:
             return [0.0] * ranks, 0.0
         with self.calling("record()"):
             return offsets(self.transport)
 
     def same_on_all(self, call: str, find: Callable[[], Found | None], what: str) -> tuple[Found | None, bool]:
-        """What the ranks that see the batch find, and whether all do: they must find the same.
-
-        An error of one is told to all.
-        """
+        """Return what the ranks that see the batch find, and whether all do. An error of one is told to all."""
         if self.transport is None:
             return find(), True
         answers = agree(find, lambda answer: self.all_gather(call, answer))
@@ -217,19 +205,19 @@ class World:
         return found[0][1] if found else None, len(found) == len(answers)
 
     def all_gather(self, call: str, value: Any) -> list[Any]:
-        """What every rank says in this call, which all must make; on threads there is one to say it."""
+        """Return what every rank says in this call, which all must make; on threads there is one to say it."""
         if self.transport is None:
             return [value]
         with self.calling(call):
             return self.transport.exchange(value)
 
     def calling(self, call: str) -> AbstractContextManager[None]:
-        """A context in which this process is in a call that all must make; an outer call counts."""
+        """Surround a call that all must make; an outer call counts."""
         return nullcontext() if self.transport is None else calling(self.transport, call)
 
 
 def check_built(answers: Sequence[Any]) -> None:
-    """A rank that cannot build its pipeline answers with its error, in words, or with the loss that it has heard of."""
+    """Raise the error with which a rank answers that cannot build its pipeline, or the loss that it has heard of."""
     for rank, answer in enumerate(answers):
         if isinstance(answer, PeerFailure):
             raise answer
@@ -238,7 +226,7 @@ def check_built(answers: Sequence[Any]) -> None:
 
 
 def _choice(asked: str | None) -> tuple[str | None, str]:
-    """The transport that was asked for, by argument or else by the environment, and how that was said."""
+    """Return the transport that was asked for, by argument or else by the environment, and how that was said."""
     source = f"transport={asked!r}"
     if asked is None:
         asked = os.environ.get(TRANSPORT_VARIABLE, "").strip().lower() or None

@@ -92,6 +92,7 @@ def _join(places: Sequence[tuple[nn.Module, str, str]]) -> None:
 
 
 SPREAD = (DTensor, AsyncCollectiveTensor)  # what is packed on its way to another stage
+PLACEMENTS: dict[str, Callable[..., Placement]] = {"R": Replicate, "S": Shard, "P": Partial}  # as they travel
 
 
 class SpreadPart:
@@ -118,14 +119,11 @@ class SpreadValues:
     """
 
     def __init__(self, mesh_of: Callable[[MeshKey], Any], *, gathers: bool = True) -> None:
-        self._mesh_of = mesh_of
-        self._gathers = gathers
+        self._mesh_of, self._gathers = mesh_of, gathers
 
     def pack(self, value: Any) -> Any:
         """Put parts in the place of DTensors."""
-        if type(value) is Tensor:
-            return value
-        return pytree.tree_map_only(SPREAD, _packed, value)
+        return value if type(value) is Tensor else pytree.tree_map_only(SPREAD, _packed, value)
 
     def unpack(self, value: Any) -> Any:
         """Put DTensors of this rank's mesh in the place of parts."""
@@ -136,12 +134,10 @@ class SpreadValues:
     def _unpacked(self, leaf: Any) -> Any:
         if not isinstance(leaf, SpreadPart):
             return leaf
-        placements = [_placement(text) for text in leaf.placements]
-        wants, mesh = leaf.local.requires_grad, self._mesh_of(leaf.mesh)
-        found = DTensor.from_local(
-            leaf.local.detach(), mesh, placements, run_check=False, shape=leaf.shape, stride=leaf.stride
-        )
-        return found.requires_grad_() if wants else found
+        placements: list[Placement] = [PLACEMENTS[kind](*details) for kind, *details in leaf.placements]
+        local, mesh = leaf.local.detach(), self._mesh_of(leaf.mesh)
+        found = DTensor.from_local(local, mesh, placements, run_check=False, shape=leaf.shape, stride=leaf.stride)
+        return found.requires_grad_(leaf.local.requires_grad)
 
     def full(self, value: Any) -> Any:
         """Return what a user gets to see: complete tensors, on every rank of the axis."""
@@ -206,11 +202,6 @@ def _text(placement: Placement) -> tuple[Any, ...]:
     if isinstance(placement, Partial):
         return ("P", placement.reduce_op)
     raise ModelError(f"a tensor spread as {placement} cannot cross stages; redistribute it to Shard or Replicate")
-
-
-def _placement(text: Sequence[Any]) -> Placement:
-    kinds: dict[str, Callable[..., Placement]] = {"R": Replicate, "S": Shard, "P": Partial}
-    return kinds[text[0]](*text[1:])
 
 
 def plain_parameters(stages: Mapping[int, Stage]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -16,7 +16,7 @@ import torch
 
 from penstock.errors import PeerFailure, RunError
 from penstock.runtime.transport import Channel, Transport
-from penstock.runtime.transport.channel import ChannelEnds, Incoming, Outgoing
+from penstock.runtime.transport.channel import ChannelEnds
 from penstock.runtime.transport.handover import Rewritten, arrive, share
 from penstock.runtime.transport.interrupts import CTRL_C, DUE
 from penstock.schedule import Link, Placement, Topology, links
@@ -74,7 +74,7 @@ class Mailbox:
     def __init__(self, rank: int, placement: Placement, topology: Topology, transport: Transport) -> None:
         self._transport = transport
         self.channels, self._numbers, crossing = channels_of(placement, topology)
-        self.ends: ChannelEnds[Incoming, Outgoing] = ChannelEnds()
+        self.ends = ChannelEnds()
         self._values: dict[tuple[str, int, int, int], Any] = {}  # direction, to, from, microbatch
         self.fetched: dict[tuple[str, int, int], dict[int, Any]] = {}  # taken before its computation: direction, stage
         self.waits: ActionWait | None = None  # where the step is recorded

@@ -43,8 +43,8 @@ from penstock.runtime.state.randomness import (
 )
 from penstock.runtime.state.transaction import Transaction
 from penstock.runtime.transport import Transport
-from penstock.runtime.transport.compiling import listen_to_dynamo
 from penstock.runtime.transport.failure.peer_failures import stopped_by_force
+from penstock.runtime.transport.failure.silence import COMPILATIONS
 from penstock.runtime.transport.interrupts import CTRL_C, CUT
 from penstock.schedule import Placement, Schedule
 
@@ -167,7 +167,7 @@ class LocalRanks:
             raise UsageError("this pipeline is in a step already; use it from one thread at a time")
         self._inside = True
         if "torch._dynamo" in sys.modules:
-            listen_to_dynamo()
+            COMPILATIONS.listen()
         try:
             for rank, generators in self._generators.items():
                 self.executors[rank].device = device = self.home(rank)

@@ -2,9 +2,8 @@
 
 A launcher hands it to its ranks in the environment, where only the same user can read it: `penstock train` draws one
 for each run. Under torchrun it is the user's to set, the same on every host: `PENSTOCK_SECRET`, or the name of a file
-in `PENSTOCK_SECRET_FILE`. Without one, whatever reaches the run's store or its connections counts as a rank of it.
-
-It never travels. What a rank says carries a code (HMAC) that cannot be made without it.
+in `PENSTOCK_SECRET_FILE`. Without one, whatever reaches the run's store or its connections counts as a rank of it. It
+never travels: what a rank says carries a code (HMAC) that cannot be made without it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Asking a store that may never answer.
 
-A call to a `TCPStore` whose host is stopped does not return and heeds no timeout. So the calls
-are made by a thread of their own, and whoever asks can stop listening.
+A call to a `TCPStore` whose host is stopped does not return and heeds no timeout. So a thread of their own makes the
+calls, and whoever asks can stop listening.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ class Asker:
 
     def __init__(self, store: Any, name: str, clock: Clock = CLOCK) -> None:
         self.asked_at: float | None = None
-        self._store = store
-        self._clock = clock
+        self._store, self._clock = store, clock
         self._questions = clock.queue()  # Holds (method, arguments), or None at the end.
         self._answers = clock.queue()  # Holds (whether it went well, answer or error).
         self._thread = clock.worker(self._run, name)
@@ -51,7 +50,6 @@ class Asker:
         self._thread.join(min(seconds, 1.0) if self.asked_at is not None else seconds)
 
     def stop(self) -> None:
-        """Tell the thread to end, and do not wait for it."""
         self._questions.put(None)
 
     def _run(self) -> None:

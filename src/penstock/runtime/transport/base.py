@@ -2,9 +2,9 @@
 
 An executor knows actions, never sockets: it opens the channels of a program once, and then each RECV action is a `post`
 of an end (`channel`), each first use of what came is a `receive`, each SEND action is a `send`. The transports below
-this seam (threads of one process, shared memory, torch.distributed) must not be told apart by what the executor sees:
-the same order, the same checks, the same failures. That makes the thread transport the fake of every fast test, and at
-capacity 0 the proof that a program needs no buffering.
+this seam (threads, shared memory, torch.distributed) must not be told apart by what the executor sees: the same order,
+checks and failures. That makes the thread transport the fake of every fast test, and at capacity 0 the proof that a
+program needs no buffering.
 
 How failure travels::
 
@@ -46,14 +46,14 @@ class Transport(ABC):
     ranks: int
     timeout: float
     clock: Clock = CLOCK  # Times the waits for other ranks.
-    ends: ChannelEnds[Any, Any]  # The channels that are open.
+    ends: ChannelEnds  # The channels that are open.
     holds_interrupts = False  # whether Ctrl-C waits for messages and for the step's end, see `interrupts`
     call: str = ""  # what this rank's user has called, where all ranks must call the same
     news: list[PeerFailure]  # what another rank announced in this step; look, and stop computing
 
     @property
     def exchanges(self) -> int:
-        """How many there were, the same on every rank between two of them; 0 where nobody needs to know."""
+        """How many exchanges there were, the same on every rank between two of them; 0 where nobody needs to know."""
         return 0
 
     @property
@@ -63,10 +63,9 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self, channels: Sequence[Channel]) -> None:
-        """Serve these channels from now on, by `ends`; `channel_number` below is an index into them.
+        """Serve these channels of a whole program, the same list on every rank; `channel_number` is an index into it.
 
-        All channels of the whole program, the same list in the same order on every rank. Another
-        list may be opened between steps; the same list again costs nothing.
+        Another list may be opened between steps; the same list again costs nothing.
         """
 
     @abstractmethod
@@ -76,11 +75,9 @@ class Transport(ABC):
     # -- one message, by the number of its channel; see the ends of `channel`
 
     def post(self, channel_number: int, microbatch: int) -> None:
-        """Make ready for the next message of the channel."""
         self.ends.receiving(channel_number).post(microbatch)
 
     def receive(self, channel_number: int, microbatch: int) -> Any:
-        """Wait for the message and return its value."""
         return self.ends.receiving(channel_number).receive(microbatch)
 
     def discard(self, channel_number: int, microbatch: int) -> PeerFailure | None:
@@ -91,7 +88,6 @@ class Transport(ABC):
         return failure
 
     def send(self, channel_number: int, microbatch: int, value: Any) -> None:
-        """Send a value."""
         end = self.ends.sending(channel_number)
         end.ready[microbatch] = value
         end.send(microbatch)
@@ -118,15 +114,14 @@ class Transport(ABC):
     def post_exchange(self, value: Any) -> Callable[[], list[Any]]:
         """Post an exchange whose answers are collected later, by calling what this returns. The step ends here at once.
 
-        Messages of the next step may be sent and received before that. There is one such exchange at a time: another
-        one, of either kind, collects it first. This default waits for the answers here.
+        Messages of the next step may travel before that. There is one such exchange at a time: another one, of either
+        kind, collects it first. This default waits for the answers here.
         """
         answers = self.exchange(value)
         return lambda: answers
 
     def known_answers(self) -> list[Any] | None:
-        """Return the answers of the exchange that was posted last, if they are here already and all ranks ran one
-        program.
+        """Return the answers of the exchange posted last, if they are here and all ranks ran one program.
 
         They are still to be collected. Waits for nobody; this default knows nothing.
         """
@@ -134,9 +129,7 @@ class Transport(ABC):
 
     @abstractmethod
     def describe_by(self, doing: Callable[[], str], where: Where = nowhere) -> None:
-        """Set how to describe, from any thread, what this rank is doing, and at which action it is; for the report of a
-        loss.
-        """
+        """Set how to tell, from any thread, what this rank is doing, and at which action; for the report of a loss."""
 
     @abstractmethod
     def announce(self, failure: PeerFailure) -> None:

@@ -2,12 +2,11 @@
 
 A channel is a directed edge between two stages for one direction of traffic. The k-th message that is sent on it
 belongs to the k-th receive that is posted on it, and every message says which step and microbatch it is for, so a
-mistaken order is an error (`MessageError`) and never a swapped tensor. Different channels never mix and never hold each
-other up.
+mistaken order is an error (`MessageError`) and never a swapped tensor. Different channels never hold each other up.
 
 An `Incoming` end knows which receives are posted, an `Outgoing` one what waits to be sent. How bytes move is up to the
-classes below them: one pair per way that there is (threads, gloo, shared memory). The executor calls `post` and `send`
-of the ends themselves, and the mailbox `receive`.
+classes below them: one pair per way that there is. The executor calls `post` and `send` of the ends themselves, and the
+mailbox `receive`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NoReturn, TypeVar
 
@@ -56,8 +55,7 @@ class Incoming(ABC):
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        # By microbatch, in the order of posting: what is known of its message.
-        self.posted: dict[int, Any] = {}
+        self.posted: dict[int, Any] = {}  # By microbatch, in the order of posting: what is known of its message.
         self.count = 0  # receives posted in this step
 
     def expect(self, receives: int) -> None:  # noqa: B027 (most have nothing to do)
@@ -94,7 +92,6 @@ class Incoming(ABC):
         raise error
 
     def end_step(self) -> None:
-        """Count from 0 again."""
         self.count = 0
 
 
@@ -137,8 +134,7 @@ class Outgoing(ABC):
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        # By microbatch: values to be sent.
-        self.ready: dict[int, Any] = {}
+        self.ready: dict[int, Any] = {}  # By microbatch: values to be sent.
         self.count = 0  # messages sent in this step
 
     @abstractmethod
@@ -173,12 +169,7 @@ class Outgoing(ABC):
         return ()
 
     def end_step(self) -> None:
-        """Count from 0 again."""
         self.count = 0
-
-
-In = TypeVar("In", bound=Incoming)
-Out = TypeVar("Out", bound=Outgoing)
 
 
 def channels_checksum(channels: Sequence[Channel]) -> int:
@@ -186,60 +177,42 @@ def channels_checksum(channels: Sequence[Channel]) -> int:
     return zlib.crc32(repr(channels).encode())
 
 
-class ChannelEnds(Generic[In, Out]):
-    """The ends of one program's channels that live on one rank, by the number of their channel."""
+class ChannelEnds:
+    """The ends of one program's channels that live on one rank, by the number of their channel.
+
+    Each is made from the number of its channel and the channel; without channels, nothing makes any.
+    """
 
     def __init__(
-        self,
-        channels: Sequence[Channel] = (),
-        rank: int = 0,
-        incoming: Mapping[int, In] | None = None,
-        outgoing: Mapping[int, Out] | None = None,
+        self, channels: Sequence[Channel] = (), rank: int = 0, make_incoming: Any = None, make_outgoing: Any = None
     ) -> None:
-        self.channels = channels
+        self.channels, self.rank = channels, rank
         self.channels_checksum = channels_checksum(channels)
-        self.rank = rank
-        self.incoming: Mapping[int, In] = incoming or {}
-        self.outgoing: Mapping[int, Out] = outgoing or {}
+        self.incoming: dict[int, Incoming] = {}
+        self.outgoing: dict[int, Outgoing] = {}
+        for number, channel in enumerate(channels):
+            if channel.target_rank == rank:
+                self.incoming[number] = make_incoming(number, channel)
+            elif channel.source_rank == rank:
+                self.outgoing[number] = make_outgoing(number, channel)
 
-    @classmethod
-    def of(
-        cls,
-        channels: Sequence[Channel],
-        rank: int,
-        make_incoming: Callable[[int, Channel], In],
-        make_outgoing: Callable[[int, Channel], Out],
-    ) -> ChannelEnds[In, Out]:
-        """Make the ends on this rank, each from the number of its channel and the channel."""
-        numbered = list(enumerate(channels))
-        return cls(
-            channels,
-            rank,
-            {number: make_incoming(number, each) for number, each in numbered if each.target_rank == rank},
-            {number: make_outgoing(number, each) for number, each in numbered if each.source_rank == rank},
-        )
-
-    def receiving(self, channel_number: int) -> In:
-        """Return the receiving end of that channel."""
-        end = self.incoming.get(channel_number)
-        if end is None:
+    def receiving(self, channel_number: int) -> Incoming:
+        if channel_number not in self.incoming:
             raise self._missing(channel_number, "receive")
-        return end
+        return self.incoming[channel_number]
 
-    def sending(self, channel_number: int) -> Out:
-        """Return the sending end of that channel."""
-        end = self.outgoing.get(channel_number)
-        if end is None:
+    def sending(self, channel_number: int) -> Outgoing:
+        if channel_number not in self.outgoing:
             raise self._missing(channel_number, "send")
-        return end
+        return self.outgoing[channel_number]
 
     def _missing(self, channel_number: int, wanted: str) -> UsageError:
         if not 0 <= channel_number < len(self.channels):
             return UsageError(f"channel {channel_number} is not open; {len(self.channels)} are")
         channel = self.channels[channel_number]
-        ends = f"rank {channel.source_rank} to {channel.target_rank}"
         return UsageError(
-            f"rank {self.rank} cannot {wanted} on channel {channel_number} ({channel}), which goes from {ends}"
+            f"rank {self.rank} cannot {wanted} on channel {channel_number} ({channel}), which goes from rank "
+            f"{channel.source_rank} to {channel.target_rank}"
         )
 
     def counts(self) -> dict[int, int]:
@@ -251,16 +224,13 @@ class ChannelEnds(Generic[In, Out]):
         return moved
 
     def awaited(self, channel: Channel, microbatch: int) -> tuple[int, int] | None:
-        """Return which channel that is, and which of its messages in this step, from 0, the receive of the microbatch
-        is.
-        """
+        """Return the channel's number, and which of its messages in this step, from 0, that microbatch's is."""
         for index, end in self.incoming.items():
             if end.channel == channel and microbatch in (posted := tuple(end.posted)):
                 return index, end.count - len(posted) + posted.index(microbatch)
         return None
 
     def end_step(self) -> None:
-        """Count from 0 again."""
         for incoming in self.incoming.values():
             incoming.end_step()
         for outgoing in self.outgoing.values():

@@ -1,14 +1,12 @@
 """Handing a value to another thread without a copy.
 
-The receiver must not see the sender's graph: it gets detached aliases, made by the *sender* so
-that a message under way does not keep the graph alive. An alias shares its memory and its
-version counter with the original; a write to it while the message is under way, as by a sender
-that uses its output's memory anew, is therefore seen by the receiver and not silently wrong.
+The receiver must not see the sender's graph: it gets detached aliases, made by the *sender* so that a message under way
+does not keep the graph alive. An alias shares its memory and its version counter with the original; so a write to it
+while the message is under way, as by a sender that uses its output's memory anew, is seen and not silently wrong.
 
-On an accelerator an alias alone is not enough: the kernels that write it may still be queued on the
-sender's stream, and the allocator may hand its memory out again once the sender has let go.
-The sender therefore records an event, and the receiver makes its own stream wait for it and
-tells the allocator that its stream uses the memory.
+On an accelerator an alias alone is not enough: the kernels that write it may still be queued on the sender's stream,
+and the allocator may hand its memory out again once the sender has let go. So the sender records an event; the
+receiver makes its own stream wait for it and tells the allocator that its stream uses the memory.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class Rewritten(RunError):
             return
         super().__init__(
             f"what stage {stage} handed over for microbatch {microbatch} was written to in place before it was read: "
-            f"the stage that made it, or another that reads it too, uses its memory again; return a copy (.clone()) "
+            "the stage that made it, or another that reads it too, uses its memory again; return a copy (.clone()) "
             "of it"
         )
 
@@ -54,9 +52,7 @@ def alias(leaf: Any) -> Any:
     """Return the same memory as a leaf of another graph; what is not a tensor is its own alias."""
     if isinstance(leaf, Tensor):
         detached = leaf.detach()
-        if leaf.requires_grad:
-            detached.requires_grad_()
-        return detached
+        return detached.requires_grad_() if leaf.requires_grad else detached
     return leaf
 
 
@@ -80,14 +76,9 @@ def share(value: Any) -> tuple[Any, Ready]:
     for tensor in tensors:
         versions.append(-1 if tensor.is_inference() else tensor._version)
         if on_accelerator(tensor.device) and events is None:
-            events = _record(tensors)
+            devices = {each.device for each in tensors if on_accelerator(each.device)}
+            events = [(device, torch.accelerator.current_stream(device).record_event()) for device in devices]
     return shared, Several(tensors, versions, events)
-
-
-def _record(tensors: list[Tensor]) -> Events:
-    """Return one event for each device that holds a part of the value."""
-    devices = {tensor.device for tensor in tensors if on_accelerator(tensor.device)}
-    return [(device, torch.accelerator.current_stream(device).record_event()) for device in devices]
 
 
 def arrive(value: Any, ready: Ready | None, device: torch.device | None) -> Any:

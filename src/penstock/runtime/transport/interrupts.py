@@ -1,13 +1,11 @@
 """Ctrl-C where the other ranks can be told of it, and never in the middle of a message.
 
 Python raises KeyboardInterrupt between any two instructions: also after a packet was read and before it was filed, or
-while a step is being prepared, of which the others would never hear that this rank has left it. So in a call that all
-ranks make, Ctrl-C is raised only while the program of a step runs, where a failure travels in the place of messages,
-and there not within a send, a post or a receive (functions marked `uninterrupted`, for which the handler looks in the
-stack), nor in a finaliser, where Python would drop it. What comes elsewhere is held until the next program runs: before
-the first action of this step or, where the step is complete and one of a loop, of the next one (`owed`).
-
-The state of this is one value:
+while a step is being prepared, which the others would never hear. So in a call that all ranks make, Ctrl-C is raised
+only while the program of a step runs, where a failure travels in the place of messages, and there not within a send, a
+post or a receive (functions marked `uninterrupted`, for which the handler looks in the stack), nor in a finaliser,
+where Python would drop it. What comes elsewhere is held until the next program runs: before the first action of this
+step or, where the step is complete and one of a loop, of the next one (`owed`). The state of this is one value:
 
     outside --begin--> closed --open--> open --close--> closed --end--> outside
     closed --press--> held --open--> due --raise--> left --end--> outside
@@ -37,7 +35,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from enum import Enum
+from enum import StrEnum
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -46,21 +44,8 @@ _HOLDING: set[CodeType] = set()
 _WEAK_FILES = {weakref.__file__, weakref.WeakSet.__init__.__code__.co_filename}
 
 
-class State(Enum):
-    """Where this process is, as far as Ctrl-C goes."""
-
-    OUTSIDE = "outside"
-    CLOSED = "closed"
-    OPEN = "open"
-    WAITING = "waiting"
-    HELD = "held"
-    DUE = "due"
-    LEFT = "left"
-    AGAIN = "again"
-    CUT = "cut"
-    OWED = "owed"
-
-
+# Where this process is, as far as Ctrl-C goes.
+State = StrEnum("State", ["OUTSIDE", "CLOSED", "OPEN", "WAITING", "HELD", "DUE", "LEFT", "AGAIN", "CUT", "OWED"])
 OUTSIDE, CLOSED, OPEN, WAITING, HELD, DUE, LEFT, AGAIN, CUT, OWED = State
 HOLDING = (HELD, DUE, AGAIN)
 TRANSITIONS = {
@@ -78,10 +63,7 @@ TRANSITIONS = {
 
 
 def uninterrupted(function: _Function) -> _Function:
-    """Mark a function that Ctrl-C must not interrupt.
-
-    That is one that moves a message, or that Python calls when something dies.
-    """
+    """Mark a function that Ctrl-C must not interrupt: it moves a message, or Python calls it when something dies."""
     _HOLDING.add(function.__code__)
     return function
 
@@ -105,7 +87,6 @@ class CtrlC:
         self._before: Any = None  # the handler outside of steps
 
     def go(self, event: str) -> None:
-        """Change the state as drawn."""
         self.state = TRANSITIONS[self.state].get(event, self.state)
 
     @contextmanager

@@ -4,8 +4,7 @@ An abstract socket has no permissions: whoever is on the host may connect and fi
 on disk when its process is killed. So a socket is bound to a file in a folder that only this user may enter, opened
 there (a descriptor that only names it), and file and folder are removed at once. From then on it is reached through
 that descriptor alone, as `/proc/PROCESS/fd/NUMBER`, and the kernel lets only processes of the same user pass there.
-Where that is not to be had (`/proc` of another container, a process that hides its memory), no connection is made, and
-the ranks take torch.distributed.
+Where that is not to be had (`/proc` of another container, say), the ranks take torch.distributed.
 """
 
 from __future__ import annotations

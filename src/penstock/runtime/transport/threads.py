@@ -1,16 +1,14 @@
 """All ranks are threads of this process.
 
-Two uses: a feature (a notebook, several GPUs of one host) and the transport of every fast
-test. A channel is a `queue.SimpleQueue`, which is C and costs under a microsecond; tensors
-pass as aliases (see `handover`). Buffering is counted by a second queue that runs backwards and
-carries permits: `capacity` of them at the start and one more for each posted receive, so that
-at capacity 0 a send ends only once its receive is posted. That is the strictest transport
+Two uses: a feature (a notebook, several GPUs of one host) and the transport of every fast test. A channel is a
+`queue.SimpleQueue`, which is C and costs under a microsecond; tensors pass as aliases (see `handover`). Buffering is
+counted by a second queue that runs backwards and carries permits: `capacity` of them at the start and one more for
+each posted receive, so that at capacity 0 a send ends only once its receive is posted. That is the strictest transport
 there is, and the one for which `verify` proves programs.
 
-Ranks of one process can see each other, so failure needs no wire: the group shares a board,
-and `abort` writes the failure there and wakes every waiter at once by an item in each queue.
-On a timeout the board also says who waits for whom, and who is to blame follows from that as it
-does between processes (`failure/blame`).
+Ranks of one process can see each other, so failure needs no wire: the group shares a board, and `abort` writes the
+failure there and wakes every waiter at once by an item in each queue. On a timeout the board also says who waits for
+whom, and who is to blame follows from that as it does between processes (`failure/blame`).
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from copy import copy
+from itertools import chain
 from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, NamedTuple
@@ -26,16 +25,10 @@ import torch
 
 from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.transport.base import Transport, Where, nowhere
-from penstock.runtime.transport.channel import (
-    Channel,
-    ChannelEnds,
-    Outgoing,
-    QueuedIncoming,
-    check_channels,
-)
-from penstock.runtime.transport.compiling import last_compiled
+from penstock.runtime.transport.channel import Channel, ChannelEnds, Outgoing, QueuedIncoming, check_channels
 from penstock.runtime.transport.failure.blame import Excused, State, Waiting, judge
 from penstock.runtime.transport.failure.peer_failures import after_loss, with_report
+from penstock.runtime.transport.failure.silence import COMPILATIONS
 from penstock.runtime.transport.handover import Ready, arrive, share
 from penstock.runtime.transport.interrupts import uninterrupted
 
@@ -51,35 +44,27 @@ class ThreadMessage(NamedTuple):
     failure: PeerFailure | None
 
 
-class WaitingElsewhere(Waiting):
-    """A wait for another rank that is not for a message of it."""
+class ThreadLink(NamedTuple):
+    """What the two ends of a channel share: messages forwards, permits backwards, where there is a capacity."""
 
-    __slots__ = ()
+    messages: SimpleQueue[ThreadMessage | None]  # None wakes the waiter: see the board
+    permits: SimpleQueue[bool] | None
 
-    def blame(self, rank: int, cause: str) -> PeerFailure:
-        return PeerFailure(self.peer, f"{cause} while rank {rank} waited for it")
-
-
-class ThreadLink:
-    """What the two ends of a channel share: messages forwards, permits backwards."""
-
-    __slots__ = ("messages", "permits")
-
-    def __init__(self, capacity: int | None) -> None:
-        self.messages: SimpleQueue[ThreadMessage | None] = SimpleQueue()  # None wakes the waiter: see the board
-        self.permits: SimpleQueue[bool] | None = None
+    @classmethod
+    def of(cls, capacity: int | None) -> ThreadLink:
+        permits: SimpleQueue[bool] | None = None
         if capacity is not None:
-            self.permits = SimpleQueue()
+            permits = SimpleQueue()
             for _ in range(capacity):
-                self.permits.put(True)
+                permits.put(True)
+        return cls(SimpleQueue(), permits)
 
 
 class Board:
     """What the ranks of one group share."""
 
     def __init__(self, ranks: int, capacity: int | None) -> None:
-        self.ranks = ranks
-        self.capacity = capacity
+        self.ranks, self.capacity = ranks, capacity
         self.lock = threading.Lock()
         self.generation = 0
         self.news: list[PeerFailure] = []
@@ -96,9 +81,7 @@ class Board:
         self.opened: dict[int, tuple[tuple[Channel, ...], set[int]]] = {}
         self.wires: dict[tuple[Channel, ...], list[ThreadLink]] = {}
         self.waiting: list[Waiting | None] = [None] * self.ranks
-        self.mail: list[list[SimpleQueue[Any]]] = [
-            [SimpleQueue() for _ in range(self.ranks)] for _ in range(self.ranks)
-        ]
+        self.mail: list[list[SimpleQueue[Any]]] = [[SimpleQueue() for _ in self.waiting] for _ in self.waiting]
 
     def open(self, rank: int, turn: int, channels: tuple[Channel, ...]) -> list[ThreadLink]:
         """Return the wires of this program; the `turn`-th open of every rank must name the same channels."""
@@ -110,37 +93,30 @@ class Board:
             if not others:
                 del self.opened[turn]
             if channels not in self.wires:
-                self.wires[channels] = [ThreadLink(self.capacity) for _ in channels]
+                self.wires[channels] = [ThreadLink.of(self.capacity) for _ in channels]
             return self.wires[channels]
 
     def abort(self, failure: PeerFailure) -> PeerFailure:
         """Wake every waiter with the first failure, which stays."""
         with self.lock:
             if self.failure is None:
-                self.failure = failure if failure.report else with_report(failure, self.report())
-            for wires in self.wires.values():
-                for wire in wires:
-                    wire.messages.put(None)
-                    if wire.permits is not None:
-                        wire.permits.put(False)
-            for row in self.mail:
-                for queue in row:
-                    queue.put(None)
+                doing = [state.doing for state in self.states().values()]
+                self.failure = failure if failure.report else with_report(failure, doing)
+            for wire in chain.from_iterable(self.wires.values()):
+                wire.messages.put(None)
+                if wire.permits is not None:
+                    wire.permits.put(False)
+            for queue in chain.from_iterable(self.mail):
+                queue.put(None)
             return self.failure
-
-    def report(self) -> list[str]:
-        """Describe what each rank is doing now."""
-        waits = ["" if waiting is None else f", waiting for rank {waiting.peer}" for waiting in self.waiting]
-        return [doing() + wait for doing, wait in zip(self.doing, waits, strict=True)]
 
     def states(self) -> dict[int, State]:
         """Return what each rank is doing now, and for how long it has been seen doing that."""
         now, found = monotonic(), {}
         for rank, waiting in enumerate(self.waiting):
-            doing = self.doing[rank]()
-            current = doing, None if waiting is None else waiting.peer
-            if current != self.seen[rank][0]:
-                self.seen[rank] = current, now
+            doing = self.doing[rank]() + ("" if waiting is None else f", waiting for rank {waiting.peer}")
+            if doing != self.seen[rank][0]:
+                self.seen[rank] = doing, now
             unchanged = now - self.seen[rank][1]
             found[rank] = State(waiting, doing, self.where[rank](), seconds_unchanged=unchanged)
         return found
@@ -151,8 +127,7 @@ class ThreadIncoming(QueuedIncoming[ThreadMessage]):
 
     def __init__(self, channel: Channel, wire: ThreadLink, transport: ThreadTransport) -> None:
         super().__init__(channel)
-        self._wire = wire
-        self._transport = transport
+        self._wire, self._transport = wire, transport
 
     @uninterrupted
     def post(self, microbatch: int) -> None:
@@ -174,14 +149,11 @@ class ThreadIncoming(QueuedIncoming[ThreadMessage]):
         return self._take(microbatch).failure
 
     def _next(self, expected: int, ordinal: int, wanted: int) -> ThreadMessage:
-        message: ThreadMessage = self._transport.wait_for(
-            self._wire.messages, self.channel.source_rank, self.channel, wanted
-        )
+        queue, peer = self._wire.messages, self.channel.source_rank
+        message: ThreadMessage = self._transport.wait_for(queue, peer, self.channel, wanted)
         if message.microbatch != expected or message.step != self._transport.step:
-            due, came = (
-                f"step {self._transport.step} microbatch {expected}",
-                f"step {message.step} microbatch {message.microbatch}",
-            )
+            due = f"step {self._transport.step} microbatch {expected}"
+            came = f"step {message.step} microbatch {message.microbatch}"
             self._refuse(self._transport.abort, expected, due, came)
         return message
 
@@ -191,8 +163,7 @@ class ThreadOutgoing(Outgoing):
 
     def __init__(self, channel: Channel, wire: ThreadLink, transport: ThreadTransport) -> None:
         super().__init__(channel)
-        self._wire = wire
-        self._transport = transport
+        self._wire, self._transport = wire, transport
 
     @uninterrupted
     def send(self, microbatch: int) -> None:
@@ -218,10 +189,8 @@ class ThreadTransport(Transport):
     """One rank's end. Made by `group`."""
 
     def __init__(self, board: Board, rank: int, timeout: float, device: torch.device | None) -> None:
-        self.rank = rank
-        self.ranks = board.ranks
-        self.timeout = timeout
-        self.device = device
+        self.rank, self.ranks = rank, board.ranks
+        self.timeout, self.device = timeout, device
         self._board = board
         self._clear()
 
@@ -266,7 +235,7 @@ class ThreadTransport(Transport):
         self.ends.check_idle("open()")
         wires = self._board.open(self.rank, self._turn, checked)
         self._turn += 1
-        self.ends = ChannelEnds.of(
+        self.ends = ChannelEnds(
             checked,
             self.rank,
             lambda number, channel: ThreadIncoming(channel, wires[number], self),
@@ -289,7 +258,7 @@ class ThreadTransport(Transport):
                     break
                 except Empty:
                     found = self._judge(waiting)
-                    waited = monotonic() - max(waiting.since, last_compiled())
+                    waited = monotonic() - max(waiting.since, COMPILATIONS.last())
                     if waited >= self.timeout and isinstance(found, PeerFailure):
                         raise copy(self._board.abort(found)) from None
         finally:
@@ -328,10 +297,10 @@ class ThreadTransport(Transport):
         if peer is None:
             self._board.waiting[self.rank] = None
             return
-        waiting = self._board.waiting[self.rank] = WaitingElsewhere(peer, None, -1, monotonic() - seconds)
+        waiting = self._board.waiting[self.rank] = Waiting(peer, None, -1, monotonic() - seconds, "for it")
         self.check_not_broken()
         found = self._judge(waiting)
-        if min(seconds, monotonic() - last_compiled()) > self.timeout and isinstance(found, PeerFailure):
+        if min(seconds, monotonic() - COMPILATIONS.last()) > self.timeout and isinstance(found, PeerFailure):
             raise copy(self._board.abort(found))
 
     def announce(self, failure: PeerFailure) -> None:
@@ -342,10 +311,7 @@ class ThreadTransport(Transport):
         self._board.abort(failure)
 
     def reset(self) -> None:
-        """Reset the group, also a broken one: threads have no link that could have been lost.
-
-        The board is shared: the first rank to reset clears it, the others join the new generation.
-        """
+        """Reset the group, also a broken one: the first rank clears the board, the others join the new generation."""
         with self._board.lock:
             if self._generation == self._board.generation:
                 self._board.clear()

@@ -141,7 +141,7 @@ class SharedReading(Exchange):
     """
 
     def __init__(self, of: Exchange, network: Network) -> None:
-        super().__init__(of.rank, of.ranks, of.coordinator, CONTROL, of._transfers)
+        super().__init__(of.rank, of.ranks, CONTROL, of._transfers)
         self._read_before = network.read_before
 
     def _read(self, peer: int, content: bytes) -> Any:
@@ -173,18 +173,18 @@ class RehearsalTransport(DistributedTransport):
         self._stamp, self._posted = stamp, posted
         self._backend = Backend(network, rank)
         member = Member(rank, ranks, self._backend, {}, "virtual", store, store.host, 0, range(ranks))
-        self._set_up(member, timeout, max_sends=1, coordinator=0, clock=clock or RankClock(network.time, rank))
+        self._set_up(member, timeout, clock=clock or RankClock(network.time, rank))
         self._exchanger = SharedReading(self._exchanger, network)
         self._exchanger.sockets = Mail(network, self._transfers)
 
-    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
+    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds:
         def incoming(number: int, channel: Channel) -> RehearsalIncoming:
             return RehearsalIncoming(channel, number, self._backend, self._transfers, self._posted)
 
         def outgoing(number: int, channel: Channel) -> RehearsalOutgoing:
             return RehearsalOutgoing(channel, number, self._transfers, self._stamp)
 
-        return ChannelEnds.of(channels, self.rank, incoming, outgoing)
+        return ChannelEnds(channels, self.rank, incoming, outgoing)
 
     def describe_link(self, source: int, target: int) -> str:
         return "a link on virtual time"

@@ -11,7 +11,7 @@ import pytest
 from accelerator.harness import attempt, on_ranks
 from tiers import mostly_slow
 
-from penstock.runtime.transport.compiling import LONGEST_SECONDS
+from penstock.runtime.transport.failure.silence import LONGEST_SECONDS
 
 FILES = ("device_link.py", "incoming.py", "outgoing.py", "links.py", "transfers.py", "layout.py", "tensor_places.py")
 

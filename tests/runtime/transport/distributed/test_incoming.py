@@ -11,19 +11,19 @@ from transport_harness import run, values
 from penstock.errors import MessageError
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.distributed.incoming import AHEAD, AHEAD_BYTES, AHEAD_LEFT, DistributedIncoming
-from penstock.runtime.transport.distributed.messages import CHANGED, HEADER, MAGIC, Header, blank_header
+from penstock.runtime.transport.distributed.messages import CHANGED, HEADER, MAGIC, Header
 from penstock.runtime.transport.layout.layout import Book
 
 
 def test_a_changed_message_cannot_point_outside_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     end = DistributedIncoming(Channel(0, 1, "F", 0, 1), 0, None, None, Book(), None)  # type: ignore[arg-type]
     for told in (0, 65, 1 << 40):
-        body, buffer = blank_header()
-        HEADER.pack_into(buffer, 0, MAGIC, CHANGED, 0, told, 0, 0, 0, 0, 0, 1, 0)
+        raw = HEADER.pack(MAGIC, CHANGED, 0, told, 0, 0, 0, 0, 0, 1, 0)
+        body = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         header = Header(MAGIC, CHANGED, 0, HEADER.size, 0, 0, 0, 0, 0, 1, 0)
         monkeypatch.setattr(end, "_follow", lambda *_, body=body: body)
         with pytest.raises(MessageError, match=rf"a message of 64 bytes says that {told} of them are its layout"):
-            end._take_changed(0, header)
+            end._take_changed(0, header, lambda *_: None)
 
 
 PAIR = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0)]

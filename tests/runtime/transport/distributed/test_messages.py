@@ -7,13 +7,11 @@ import torch
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.distributed.messages import (
     DATA,
-    HEADER,
     LAYOUTS,
     MAGIC,
     SUBTAGS,
     ExpectedLayouts,
     Header,
-    blank_header,
     describe,
     read_header,
 )
@@ -24,9 +22,9 @@ SAID = Header(MAGIC, DATA, 7, 1 << 40, 12, 3, 5, ord("B"), 2, 1, 9)
 
 
 def test_a_header_is_read_as_it_was_written() -> None:
-    frame, buffer = blank_header()
-    HEADER.pack_into(buffer, 0, *SAID)
-    assert read_header(frame.numpy().tobytes()[:HEADER_BYTES]) == SAID
+    written = ExpectedLayouts(Channel(2, 1, "B", 0, 1), 0).header(DATA, 7, 1 << 40, 12, 3, 5, 9)
+    assert len(written) == HEADER_BYTES
+    assert read_header(written) == SAID
 
 
 def test_it_says_which_message_it_is() -> None:

@@ -13,7 +13,7 @@ from penstock.errors import MessageError
 from penstock.runtime.messages import plain
 from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.layout import Layout, flatten
-from penstock.runtime.transport.shared_memory.meeting import Address
+from penstock.runtime.transport.shared_memory.meeting import read_note
 
 
 def test_a_pickle_is_read_only_from_a_peer_that_is_known(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_a_pickle_is_read_only_from_a_peer_that_is_known(tmp_path: Path) -> None
 def test_nor_a_place_or_a_layout_or_a_value(tmp_path: Path) -> None:
     for content in loads_of(str(tmp_path / "boom")):
         with pytest.raises(MessageError):
-            Address.read("place/1", content, 1)
+            read_note("place", "place/1", content)
         with pytest.raises(MessageError):
             encoding.load(content, is_known=True)
         with pytest.raises((MessageError, plain.NotPlainError)):

@@ -121,7 +121,7 @@ def two_hosts(transport: Any) -> Any:
     transport.close()
     if transport.rank == 2:
         meeting.this_host = lambda: "another host"
-    transport = SharedMemoryTransport(timeout=10, coordinator=2)
+    transport = SharedMemoryTransport(timeout=10)
     line = [Channel(0, 1, "F", 0, 1), Channel(1, 2, "F", 1, 2), Channel(2, 1, "B", 2, 1), Channel(1, 0, "B", 1, 0)]
     transport.open(line)
     for step in range(3):

@@ -1,16 +1,14 @@
 """The exchange that ends a step: each rank's value to every rank, through one coordinator.
 
 A star of point-to-point messages and not a collective: whoever waits here waits for one named rank, so a dead one is
-seen at once and by name, and a collective that a rank never enters is not left half done. Between ranks of one host it
-goes by their socket, where a wake-up costs a tenth of gloo's, once they have one, which both know. Each rank
-also says how many messages it sent and took on each channel; where these differ, the ranks ran different programs, and
-all are told before that could pair messages of different steps.
+seen at once and by name, and nothing is left half done. Between ranks of one host it goes by their socket, where a
+wake-up costs a tenth of gloo's. Each rank also says how many messages it sent and took on each channel; where these
+differ, the ranks ran different programs, and all are told before that could pair messages of different steps.
 
 A rank may post its value and collect the answers later (`post`, `collect`), with messages of a further step in between.
-The coordinator answers when it collects, so it should be the rank that the others wait for anyway: that of the first
-stage, without which no other rank can begin a step. That rank is mostly the last to end one, and then it may know at
-once what all have said, and answers at once (`known`). Ctrl-C may end a wait there, with nothing lost: `collect` is
-then called again.
+The coordinator answers when it collects, so it is the rank that the others wait for anyway: rank 0, without which no
+other can begin a step. It is mostly the last to end one, and then it may know at once what all have said, and answers
+at once (`known`). Ctrl-C may end a wait there, with nothing lost: `collect` is then called again.
 """
 
 from __future__ import annotations
@@ -18,32 +16,34 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.errors import MessageError, UsageError
+from penstock.errors import MessageError
 from penstock.runtime.messages import plain
 from penstock.runtime.transport.channel import ChannelEnds
 from penstock.runtime.transport.distributed.transfers import BackendTransfers
 from penstock.runtime.transport.interrupts import uninterrupted
 
+COORDINATOR = 0
 FRAME_BYTES = 16 * 1024  # the entries of some dozens of ranks: what fits is taken without the receiver's help
 _HEAD = struct.Struct("<IIQQ")  # magic, spare, number of the exchange, bytes of the body
 _MAGIC = 0x53544152
 _ROOM = FRAME_BYTES - _HEAD.size
-# In what programs differ, if in anything; calls; values.
-Summary = tuple[str | None, list[str], list[bytes]]
+Summary = tuple[str | None, list[str], list[bytes]]  # In what programs differ, if in anything; calls; values.
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class ExchangeEntry(NamedTuple):
-    """What one rank says: which channels it has open, its counts for all channels of this step, call and value."""
+    """What one rank says."""
 
-    channels_checksum: int
-    # Keys are the checksum and number of a channel, values the messages that this end of it has moved.
-    counts: dict[int, dict[int, int]]
+    channels_checksum: int  # of the channels that it has open
+    counts: dict[
+        int, dict[int, int]
+    ]  # By checksum and number of a channel: the messages that this end of it has moved.
     call: str
     value: bytes
 
@@ -56,45 +56,29 @@ class Exchanged(NamedTuple):
     fault: str | None
 
 
-class Posted(NamedTuple):
+@dataclass
+class Posted:
     """An exchange in which this rank has said what it has to, and has not heard the others yet."""
 
     step: int
-    used: Sequence[ChannelEnds[Any, Any]]
+    used: Sequence[ChannelEnds]
     value: Any
     entry: ExchangeEntry
     receives: dict[int, tuple[Tensor, Any]]  # Indexed by peer.
-    # What the coordinator has received so far: a wait for the others may be left and taken up again.
-    heard: dict[int, ExchangeEntry]
+    heard: dict[int, ExchangeEntry]  # What the coordinator has received so far: a wait for the others may be left.
     sends: list[tuple[Tensor, Any]]  # Their tensors must live until they have left.
-    found: list[Exchanged]  # what all have said, once that is known
-    errors: list[Exception]  # What came of it instead.
-
-
-class Sockets(Protocol):
-    """The sockets of a rank to others on its host."""
-
-    def __contains__(self, peer: object, /) -> bool: ...
-
-    def put_exchange(self, peer: int, step: int, body: bytes) -> None: ...
-
-    def has_exchange(self, peer: int, step: int) -> bool: ...
-
-    def get_exchange(self, peer: int) -> tuple[int, bytes]: ...
+    found: Exchanged | None = None  # what all have said, once that is known
+    error: Exception | None = None  # What came of it instead.
 
 
 class Exchange:
     """One rank's part in the exchanges of its group."""
 
-    sockets: Sockets | None = None  # To ranks on this host, where there may be any.
+    sockets: Any = ()  # To ranks on this host, see `Connections`.
 
-    def __init__(self, rank: int, ranks: int, coordinator: int, tag: int, transfers: BackendTransfers) -> None:
-        if not 0 <= coordinator < ranks:
-            raise UsageError(f"coordinator={coordinator}; there are ranks 0 to {ranks - 1}")
-        self.rank = rank
-        self.ranks = ranks
-        self.coordinator = coordinator
-        self._peers = [coordinator] if rank != coordinator else [each for each in range(ranks) if each != rank]
+    def __init__(self, rank: int, ranks: int, tag: int, transfers: BackendTransfers) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._peers = [COORDINATOR] if rank != COORDINATOR else [each for each in range(ranks) if each != rank]
         self._tag, self._long_tag = tag, tag + 2  # the number between them is for cutting connections
         self._transfers = transfers
         self._connections = {peer: transfers.connection(peer) for peer in self._peers}
@@ -103,7 +87,7 @@ class Exchange:
 
     @uninterrupted
     def prepare(self) -> None:
-        """Prepare for the reports of the next exchange: called when the step begins that ends with it.
+        """Post the receives of the next exchange: called when the step begins that ends with it.
 
         Gloo sends nothing before it has heard that the receive is posted. A receive that is posted at the end of the
         step lets the report of a rank on another host wait for one more way there and back.
@@ -114,29 +98,26 @@ class Exchange:
                 self.under_way.append(self._prepared[peer])
 
     @uninterrupted
-    def post(
-        self, step: int, current: ChannelEnds[Any, Any], used: Sequence[ChannelEnds[Any, Any]], call: str, value: Any
-    ) -> Posted:
+    def post(self, step: int, current: ChannelEnds, used: Sequence[ChannelEnds], call: str, value: Any) -> Posted:
         """Send this rank's report without waiting for anybody. `call` is what its user has called."""
         counts = {ends.channels_checksum: ends.counts() for ends in used}
         entry = ExchangeEntry(current.channels_checksum, counts, call, plain.dumps(value))
         self.prepare()
         receives, self._prepared = self._prepared, {}
-        centre = self.coordinator
-        sends = [] if self.rank == centre else self._put(centre, step, plain.dumps(tuple(entry)))
+        sends = [] if self.rank == COORDINATOR else self._put(COORDINATOR, step, plain.dumps(tuple(entry)))
         self.under_way += sends
-        return Posted(step, used, value, entry, receives, {self.rank: entry}, sends, [], [])
+        return Posted(step, used, value, entry, receives, {self.rank: entry}, sends)
 
     def known(self, posted: Posted) -> Exchanged | None:
         """Return every rank's report, if this is the coordinator, all are here, and programs and calls are the same.
 
         Waits for nobody. Of a receive that gloo has, nobody can tell whether it is done without waiting for it.
         """
-        if self.rank != self.coordinator:
+        if self.rank != COORDINATOR:
             return None
         for rank, (frame, work) in posted.receives.items():
             if rank not in posted.heard:
-                if work is not None or self.sockets is None or not self.sockets.has_exchange(rank, posted.step):
+                if work is not None or not self.sockets.has_exchange(rank, posted.step):
                     return None
                 self._hear(posted, rank, frame, work)
         summary = self._sum_up(posted)
@@ -145,34 +126,28 @@ class Exchange:
 
     def collect(self, posted: Posted, summary: Summary | None = None) -> Exchanged:
         """Return what every rank has said; `summary` is that of the coordinator, where it is made already."""
-        if posted.found:
-            return posted.found[0]
-        if self.rank == self.coordinator:
-            fault, calls, values = self._conduct(posted, summary)
+        if posted.found is not None:
+            return posted.found
+        if self.rank == COORDINATOR:
+            for rank, (frame, work) in posted.receives.items():
+                if rank not in posted.heard:
+                    self._hear(posted, rank, frame, work)
+            fault, calls, values = summary or self._sum_up(posted)
+            self._answer(posted, plain.dumps((fault, calls, values)))
         else:
-            fault, calls, values = self._read(self.coordinator, self._take_answer(posted))
+            fault, calls, values = self._read(COORDINATOR, self._take_answer(posted))
         found = [posted.value if rank == self.rank else self._read(rank, values[rank]) for rank in range(self.ranks)]
-        posted.found.append(Exchanged(calls, found, fault))
+        posted.found = Exchanged(calls, found, fault)
         self.under_way[:] = self._prepared.values()
-        return posted.found[0]
+        return posted.found
 
     @uninterrupted
     def _take_answer(self, posted: Posted) -> bytes:
-        centre = self.coordinator
-        answer = self._get(centre, posted.step, *posted.receives[centre])
-        self._wait(centre, posted.sends)
-        return answer
-
-    def _conduct(self, posted: Posted, summary: Summary | None) -> Summary:
-        for rank, (frame, work) in posted.receives.items():
-            if rank not in posted.heard:
-                self._hear(posted, rank, frame, work)
-        answer = summary or self._sum_up(posted)
-        self._answer(posted, plain.dumps(answer))
+        answer = self._get(COORDINATOR, posted.step, *posted.receives[COORDINATOR])
+        self._wait(COORDINATOR, posted.sends)
         return answer
 
     def _sum_up(self, posted: Posted) -> Summary:
-        """Return in what the programs of the ranks differ, their calls and their values, once all have arrived."""
         told = [posted.heard[rank] for rank in range(self.ranks)]
         return compare(told, posted.used), [each.call for each in told], [each.value for each in told]
 
@@ -193,13 +168,13 @@ class Exchange:
             raise MessageError(f"the report of rank {peer} at the end of a step cannot be read: {error}") from error
 
     def _post(self, peer: int) -> tuple[Tensor, Any]:
-        if self.sockets is not None and peer in self.sockets:
+        if peer in self.sockets:
             return _NOTHING, None
         frame = torch.empty(FRAME_BYTES, dtype=torch.uint8, device="cpu")
         return frame, self._transfers.receive(frame, self._connections[peer], self._tag)
 
     def _put(self, peer: int, step: int, body: bytes) -> list[tuple[Tensor, Any]]:
-        if self.sockets is not None and peer in self.sockets:
+        if peer in self.sockets:
             self.sockets.put_exchange(peer, step, body)
             return []
         head = _HEAD.pack(_MAGIC, 0, step, len(body))
@@ -218,7 +193,7 @@ class Exchange:
 
     def _get(self, peer: int, step: int, frame: Tensor, work: Any) -> bytes:
         if work is None:
-            assert self.sockets is not None
+            body: bytes
             its_step, body = self.sockets.get_exchange(peer)
             if its_step != step:
                 raise MessageError(self._other_step(peer, step, its_step))
@@ -245,7 +220,7 @@ class Exchange:
         )
 
 
-def compare(entries: Sequence[ExchangeEntry], used: Sequence[ChannelEnds[Any, Any]]) -> str | None:
+def compare(entries: Sequence[ExchangeEntry], used: Sequence[ChannelEnds]) -> str | None:
     """Describe what the ranks disagree on, or return None."""
     odd = [rank for rank, entry in enumerate(entries) if entry.channels_checksum != entries[0].channels_checksum]
     if odd:

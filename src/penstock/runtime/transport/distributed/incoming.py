@@ -9,10 +9,10 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,20 +20,9 @@ from torch import Tensor
 from penstock.errors import MessageError, PeerFailure
 from penstock.runtime.messages.secret import has_secret
 from penstock.runtime.transport.channel import Channel, Incoming, name_message
-from penstock.runtime.transport.distributed.messages import (
-    CHANGED,
-    DATA,
-    FAILURE,
-    HEADER,
-    MAGIC,
-    WHOLE_BYTES,
-    ExpectedLayouts,
-    Header,
-    Pending,
-    Transfer,
-    describe,
-    read_header,
-)
+from penstock.runtime.transport.distributed import messages
+from penstock.runtime.transport.distributed.device_link import Arrival
+from penstock.runtime.transport.distributed.messages import WHOLE_BYTES, ExpectedLayouts, Header, Transfer, read_header
 from penstock.runtime.transport.distributed.transfers import BackendTransfers, PeerConnection
 from penstock.runtime.transport.failure.peer_failures import failure_from
 from penstock.runtime.transport.handover import arrive
@@ -42,13 +31,27 @@ from penstock.runtime.transport.layout.layout import Book, Layout
 from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 
 AHEAD = 16  # receives of a channel that the backend may have before they are posted
-# The backend is given more receives once it has so few left.
-AHEAD_LEFT = 4
+AHEAD_LEFT = 4  # The backend is given more receives once it has so few left.
 AHEAD_BYTES = WHOLE_BYTES  # The most bytes of each.
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _RECEIPT = torch.ones(1, dtype=torch.uint8, device="cpu")
 _END = torch.empty(1, dtype=torch.uint8, device="cpu")  # takes the ends of all messages, which say nothing
+
+
+class Pending(NamedTuple):
+    """A posted receive, and once it has come, its payload on a device's link or the failure that came instead."""
+
+    due: bytes  # the header that it should bring
+    value: Any  # built around the empty buffers
+    layout: Layout | None
+    frame: Tensor
+    work: Any  # of what comes last
+    directs: Sequence[Transfer]
+    before: Any  # the work of a frame that does not come last
+    is_built: bool  # Otherwise the value is to be made later.
+    payload: Arrival | None = None
+    failure: PeerFailure | None = None
 
 
 class DistributedIncoming(Incoming):
@@ -67,14 +70,11 @@ class DistributedIncoming(Incoming):
     ) -> None:
         super().__init__(channel)
         self._expected = ExpectedLayouts(channel, tag)
-        self._transfers = transfers
-        self._connection = connection
-        self._book = book
-        self._device = device
+        self._transfers, self._connection = transfers, connection
+        self._book, self._device = book, device
         self._arrived: dict[int, Pending] = {}  # messages whose frames had to be taken before anybody wanted them
         self._coming = 0  # receives of this step, where that is known beforehand
-        # The backend has these; they are not posted yet.
-        self._ahead: deque[tuple[Layout | None, Tensor, Any]] = deque()
+        self._ahead: deque[tuple[Layout | None, Tensor, Any]] = deque()  # The backend has these before they are posted.
 
     @uninterrupted
     def expect(self, receives: int) -> None:
@@ -85,16 +85,14 @@ class DistributedIncoming(Incoming):
         """Give the backend the receives of the next messages, as long as they are small, several at a time.
 
         Gloo tells the sender of each receive. A send that finds it announced leaves at once; any other waits for one
-        way there and back. Announcements in a row wake the thread that reads them on the other side once.
+        way there and back. Announcements in a row wake the thread on the other side once.
         """
-        expected = self._expected
         for ordinal in range(self.count + len(self._ahead), min(self._coming, self.count + AHEAD)):
-            layout = expected.layouts.get(ordinal)
+            layout = self._expected.layouts.get(ordinal)
             if layout is not None and (layout.directs or layout.frame_bytes > AHEAD_BYTES):
                 return
             frame = _frame_for(layout)
-            work = self._transfers.receive(frame, self._connection, expected.tag, self.channel, microbatch)
-            self._ahead.append((layout, frame, work))
+            self._ahead.append((layout, frame, self._start(frame, microbatch)))
 
     @uninterrupted
     def post(self, microbatch: int) -> None:
@@ -104,10 +102,7 @@ class DistributedIncoming(Incoming):
         self.count += 1
 
     def _post(self, microbatch: int) -> Pending:
-        """Make ready for the next message, as far as it is predicted: even the value is built now.
-
-        What can be done here is off the critical path, which begins when the message comes.
-        """
+        """Make ready for the next message as far as it is predicted, before the critical path: even the value."""
         transfers, directs, before = self._transfers, list[Transfer](), None
         if len(self._ahead) <= AHEAD_LEFT:
             self._post_ahead(microbatch)
@@ -116,36 +111,34 @@ class DistributedIncoming(Incoming):
         else:
             layout = self._expected.layouts.get(self.count)
             directs, frame, before, work = self._receive(microbatch, layout)
-        direction, source, target = self._expected.identity
         place, link = 0, self._connection.link
         if link is not None:
             place = link.messages
             link.messages += 1
             link.posted.append((self, microbatch))
         checksum = 0 if layout is None else layout.checksum
-        due = HEADER.pack(
-            MAGIC, DATA, checksum, 0, transfers.exchanges, self.count, microbatch, direction, source, target, place
-        )
+        due = self._expected.header(messages.DATA, checksum, 0, transfers.exchanges, self.count, microbatch, place)
         value, is_built = None, True
         if self._connection.foreign:
             is_built = layout is None  # Its tensors have yet to go to the device.
         elif layout is not None:
-            octets = [transfer.tensor for transfer in directs] if directs else ()
-            value, is_built = layout.build_ahead(frame, octets, self._device)
+            is_built = layout.in_place
+            value = layout.build(frame, [each.tensor for each in directs], self._device) if is_built else None
         return Pending(due, value, layout, frame, work, directs, before, is_built)
 
     def _receive(self, microbatch: int, layout: Layout | None) -> tuple[list[Transfer], Tensor, Any, Any]:
         """Start the receives of one message: large tensors, frame, what comes before the last, and what comes last."""
-        transfers, connection, channel, tag = self._transfers, self._connection, self.channel, self._expected.tag
-        directs: list[Transfer] = []
-        for region in layout.directs if layout is not None else ():
-            memory = region.make_carrier()
-            directs.append(Transfer(memory, transfers.receive(memory, connection, tag, channel, microbatch)))
+        carriers = [region.make_carrier() for region in (() if layout is None else layout.directs)]
+        directs = [Transfer(memory, self._start(memory, microbatch)) for memory in carriers]
         frame = _frame_for(layout)
-        before, work = None, transfers.receive(frame, connection, tag, channel, microbatch)
+        before, work = None, self._start(frame, microbatch)
         if frame.numel() > WHOLE_BYTES:
-            before, work = work, transfers.receive(_END, connection, tag, channel, microbatch)
+            before, work = work, self._start(_END, microbatch)
         return directs, frame, before, work
+
+    def _start(self, memory: Tensor, microbatch: int, tag: int | None = None) -> Any:
+        tag = self._expected.tag if tag is None else tag
+        return self._transfers.receive(memory, self._connection, tag, self.channel, microbatch)
 
     @uninterrupted
     def receive(self, microbatch: int) -> Any:
@@ -161,7 +154,7 @@ class DistributedIncoming(Incoming):
             value = pending.layout.build(pending.frame, octets, self._device, payload)
             if connection.foreign:
                 value = arrive(value, None, self._device)
-        self._done(microbatch)
+        self._forget(microbatch)
         if pending.failure is not None:
             raise pending.failure
         return value
@@ -178,7 +171,7 @@ class DistributedIncoming(Incoming):
                     cause = f"{type(error).__name__}, even for what came after a failure: {error}"
                     lost = PeerFailure(self.channel.target_rank, cause, stage=self.channel.target_stage)
                     raise copy(self._transfers.watch.propose(lost)) from error
-        self._done(microbatch)
+        self._forget(microbatch)
         return pending.failure
 
     def _taking(self, microbatch: int) -> AbstractContextManager[object]:
@@ -191,8 +184,7 @@ class DistributedIncoming(Incoming):
                 link.taking.acquire()
         return _Released(link.taking)
 
-    def _done(self, microbatch: int) -> None:
-        """Forget this message: nobody will ask for it again."""
+    def _forget(self, microbatch: int) -> None:
         del self.posted[microbatch]
         self._arrived.pop(microbatch, None)
 
@@ -221,29 +213,32 @@ class DistributedIncoming(Incoming):
     def has_come(self, microbatch: int) -> bool:
         """Return whether the frame of a posted message is here, which was blank before."""
         pending = self.posted.get(microbatch)
-        return pending is not None and ctypes.c_uint32.from_address(pending.frame.data_ptr()).value == MAGIC
+        return pending is not None and ctypes.c_uint32.from_address(pending.frame.data_ptr()).value == messages.MAGIC
 
     def take_early(self, microbatch: int) -> None:
         """Take a message that has come, on another thread than the rank's own."""
         self._arrived[microbatch] = self._take(microbatch, self._transfers.wait_beside)
 
     def _take(self, microbatch: int, wait: Callable[..., None]) -> Pending:
-        pending, channel, peer = self.posted[microbatch], self.channel, self.channel.source_rank
+        pending = self.posted[microbatch]
         # What comes last is waited for first (see `WHOLE_BYTES`): the thread then sleeps and wakes once. (And each work
         # only once: gloo would wait for a second arrival.)
-        wait(pending.work, peer, channel, microbatch)
-        if pending.before is not None:
-            wait(pending.before, peer, channel, microbatch)
-        if pending.directs:
-            for transfer in reversed(pending.directs):
-                wait(transfer.work, peer, channel, microbatch)
+        for work in (pending.work, pending.before, *(transfer.work for transfer in reversed(pending.directs))):
+            if work is not None:
+                wait(work, self.channel.source_rank, self.channel, microbatch)
         raw = ctypes.string_at(pending.frame.data_ptr(), HEADER_BYTES)  # torch's own ways cost four times as much
         layout = pending.layout
         if raw != pending.due or layout is None:
-            header = self._check(read_header(raw), read_header(pending.due))
-            if header.kind == FAILURE:
-                return pending._replace(failure=self._take_failure(microbatch, header, wait))
-            if header.kind == CHANGED:
+            header, due = read_header(raw), read_header(pending.due)
+            fault = self._expected.fault_of(header, due)
+            if fault is not None:
+                expected = name_message(due.microbatch, due.ordinal, due.step)
+                self._refuse(self._transfers.abort, due.microbatch, expected, fault)
+            if header.kind == messages.FAILURE:
+                body = self._follow(microbatch, header, wait)
+                text = ctypes.string_at(body.data_ptr(), header.follows)
+                return pending._replace(failure=failure_from(text, self.channel.source_rank))
+            if header.kind == messages.CHANGED:
                 layout, body = self._take_changed(microbatch, header, wait)
                 pending = pending._replace(layout=layout.all_packed(), frame=body, directs=(), is_built=False)
             else:
@@ -254,18 +249,10 @@ class DistributedIncoming(Incoming):
             return pending
         link = self._connection.link
         if link is None:
-            raise MessageError(f"{channel}: a message announces tensors on a device's link, of which there is none")
-        return pending._replace(payload=link.announce(layout, channel, microbatch))
-
-    def _check(self, came: Header, due: Header) -> Header:
-        """Refuse what is for another place; what is left announces a new layout or a failure."""
-        is_known = came.kind in (CHANGED, FAILURE) or (came.kind == DATA and came.checksum in self._expected.known)
-        if came.magic == MAGIC and came[4:] == due[4:] and is_known:
-            return came
-        text = describe(came)
-        if came[4:] == due[4:]:
-            text = f"{text} in another layout (checksum {came.checksum:#x}, not {due.checksum:#x})"
-        self._refuse(self._transfers.abort, due.microbatch, name_message(due.microbatch, due.ordinal, due.step), text)
+            raise MessageError(
+                f"{self.channel}: a message announces tensors on a device's link, of which there is none"
+            )
+        return pending._replace(payload=link.announce(layout, self.channel, microbatch))
 
     def _take_changed(self, microbatch: int, header: Header, wait: Callable[..., None]) -> tuple[Layout, Tensor]:
         """Return the layout that a message introduces, and all that it has but what is on a device's link."""
@@ -278,26 +265,21 @@ class DistributedIncoming(Incoming):
                 f"{self.channel}: a message of {header.follows} bytes says that {text_bytes} of them are its layout"
             )
         text = ctypes.string_at(body.data_ptr() + header.follows - text_bytes, text_bytes)
-        layout = self._book.intern(text, lambda: Layout.load(text, is_known=has_secret()))
+        layout = self._book.get(text) or self._book.setdefault(text, Layout.load(text, is_known=has_secret()))
         self._expected.learn(layout)
         return layout, body
 
-    def _take_failure(self, microbatch: int, header: Header, wait: Callable[..., None]) -> PeerFailure:
-        body = self._follow(microbatch, header, wait)
-        return failure_from(ctypes.string_at(body.data_ptr(), header.follows), self.channel.source_rank)
-
     def _follow(self, microbatch: int, header: Header, wait: Callable[..., None]) -> Tensor:
-        """Receive the message that a header announced."""
-        transfers, connection, channel = self._transfers, self._connection, self.channel
-        peer = channel.source_rank
         tag = self._expected.following_tag(header.ordinal)
         body = torch.empty(header.follows, dtype=torch.uint8, device="cpu")
-        work = transfers.receive(body, connection, tag, channel, microbatch)
+        works = [self._start(body, microbatch, tag)]
         if header.follows > WHOLE_BYTES:
-            wait(transfers.receive(_END, connection, tag, channel, microbatch), peer, channel, microbatch)
-        wait(work, peer, channel, microbatch)
+            works.insert(0, self._start(_END, microbatch, tag))
+        for work in works:
+            wait(work, self.channel.source_rank, self.channel, microbatch)
         # The receipt: the sender posted its receive before it sent the body, so this wait is for nobody.
-        wait(transfers.send(_RECEIPT, connection, tag, channel, microbatch), peer, channel, microbatch)
+        receipt = self._transfers.send(_RECEIPT, self._connection, tag, self.channel, microbatch)
+        wait(receipt, self.channel.source_rank, self.channel, microbatch)
         return body
 
     def end_step(self) -> None:

@@ -22,11 +22,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from penstock.errors import PeerFailure
-from penstock.runtime.messages.clock import Worker
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.distributed.device_link import DeviceLink, make_backend
-from penstock.runtime.transport.distributed.loop_threads import hold_back_loop_threads
-from penstock.runtime.transport.distributed.member import Member
+from penstock.runtime.transport.distributed.member import Member, hold_back_loop_threads
 from penstock.runtime.transport.distributed.transfers import (
     SLACK_SECONDS,
     BackendTransfers,
@@ -66,7 +64,7 @@ class Links:
         self._member, self._transfers, self._watch = member, transfers, transfers.watch
         self._rank, self._timeout, self._now = member.rank, transfers.timeout, transfers.watch.clock.now
         self._prefix, self._tag, self._device = prefix, tag, device
-        self._early: Worker | None = None  # takes messages while this rank's own thread is held up
+        self._early: Any = None  # takes messages while this rank's own thread is held up
         self._is_free = False
 
     def to(self, channel: Channel, peer: int) -> PeerConnection:

@@ -1,10 +1,21 @@
-"""A rank as a member of its process group: what a transport takes from torch.distributed, all in one place."""
+"""A rank as a member of its process group: what a transport takes from torch.distributed, and from gloo's threads.
+
+Every connection of gloo has a loop thread in this process, which each packet wakes. Where all cores are busy, the
+kernel gives it the core of a thread that computes, at once: mostly that of the main thread, and often in the middle of
+a write, whose lock the loop thread then polls for. That costs a rank with small messages more than the messages do.
+
+`SCHED_BATCH` keeps a thread from taking a core from others when it wakes. It runs at once where a core is free, as one
+is where a main thread waits for a message; else when somebody gives way, or at the scheduler's next tick. So `give_way`
+belongs before a send, so that gloo knows which receives are announced, and after it.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -15,9 +26,9 @@ from torch._C._distributed_c10d import PrefixStore
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.forks import keep_in_forks
 
+LOOP_THREAD = "gloo_tcp_loop"  # what gloo calls them
 _made: dict[str, int] = {}  # transports made so far on each process group, for tags and keys of their own
-# Backends for groups that have none for the CPU.
-_gloo: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+_gloo: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()  # for groups that have no backend for the CPU
 
 
 class Member(NamedTuple):
@@ -26,13 +37,11 @@ class Member(NamedTuple):
     rank: int
     ranks: int
     backend: Any  # serves the CPU
-    # By type of device: the backend that serves it, where that is not the CPU's.
-    kinds: Mapping[str, str]
+    kinds: Mapping[str, str]  # By type of device: the backend that serves it, where that is not the CPU's.
     backend_name: str
     store: Any
     store_host: int | None  # the rank whose process has the store, if one has
-    # Counts the transports of the group, for tags and keys of its own.
-    number: int
+    number: int  # Counts the transports of the group, for tags and keys of its own.
     world: Sequence[int]  # By rank in the group: the rank in the world.
 
 
@@ -79,3 +88,29 @@ def _serving_the_cpu(group: dist.ProcessGroup, store: Any, timeout: float) -> An
 def has_agent() -> bool:
     """Return whether torchrun's agent has the store, and no rank."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def loop_threads() -> list[int]:
+    """Return the loop threads of this process, by their number; none where the system does not show them."""
+    found = []
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # The thread has just ended.
+            if (task / "comm").read_text().strip() == LOOP_THREAD:
+                found.append(int(task.name))
+    return found
+
+
+def hold_back_loop_threads() -> Callable[[], None] | None:
+    """Keep all loop threads from taking cores from others; returns `give_way`, or None where there is none held back.
+
+    A thread to which somebody has given another policy keeps that.
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        return None
+    held_back = False
+    for thread in loop_threads():
+        with suppress(OSError):  # The thread has just ended, or this is not permitted.
+            if os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+            held_back |= os.sched_getscheduler(thread) == os.SCHED_BATCH
+    return os.sched_yield if held_back else None

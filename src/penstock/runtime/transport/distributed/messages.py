@@ -1,9 +1,8 @@
 """Messages of a channel on their way through gloo: their header, and what each end expects of the next one.
 
-A message says in its first 64 bytes what it is, so that the receiver can prove that it is the due one before it takes
-a byte as data: which channel, step and microbatch, its number among the channel's messages of this step, and the
-checksum of the
-layout that the sender went by.
+A message says in its first 64 bytes what it is, so that the receiver can prove that it is the due one before it takes a
+byte as data: which channel, step and microbatch, its number among the channel's messages of this step, and the checksum
+of the layout that the sender went by.
 
 Each end remembers the layout of the k-th message of a step, which is the prediction for the k-th message of the next
 one (argued in `transport`). The `count` of both ends is that k.
@@ -11,27 +10,22 @@ one (argued in `transport`). The `count` of both ends is that k.
 
 from __future__ import annotations
 
-import ctypes
 import struct
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from penstock.errors import PeerFailure
 from penstock.runtime.transport.channel import Channel, name_message
-from penstock.runtime.transport.distributed.device_link import Arrival
-from penstock.runtime.transport.layout.layout import Frame, Layout
+from penstock.runtime.transport.layout.layout import Layout
 from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 
 SUBTAGS = 0x1000  # tags of one channel: one for frames, the others for what follows a frame
 
-# The longest message that leaves in one piece: of a larger one, half may have come when its sender dies. Gloo ends a
-# wait for what has not begun to come when its connection closes, but not a wait for a message that has come in half:
-# that lasts until its timeout. So what is waited for is something small that comes last: the frame after its large
-# tensors, or one more byte, its end, after a message that is larger than this. The other way round nothing helps: a
-# sender whose receiver dies in the middle of a message learns it by the timeout.
+# The longest message that leaves in one piece: of a larger one, half may have come when its sender dies. A closed
+# connection ends gloo's wait for what has not begun to come, but not for a message that has come in half: that lasts
+# until its timeout. So what is waited for is something small that comes last: the frame after its large tensors, or one
+# more byte, its end, after a message that is larger than this. The other way round nothing helps: a sender whose
+# receiver dies in the middle of a message learns it by the timeout.
 WHOLE_BYTES = 64 * 1024
 
 MAGIC = 0x50454E53  # "PENS"
@@ -61,18 +55,10 @@ class Header(NamedTuple):
 
 
 def read_header(raw: bytes) -> Header:
-    """Read the fields of a frame's first bytes."""
     return Header._make(HEADER.unpack(raw))
 
 
-def blank_header() -> tuple[Tensor, Any]:
-    """Make a frame of a header only, and the buffer to write it by."""
-    frame = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-    return frame, (ctypes.c_char * HEADER_BYTES).from_address(frame.data_ptr())
-
-
 def describe(header: Header) -> str:
-    """Describe a header, for an error."""
     if header.magic != MAGIC:
         return f"something that is no message of Penstock (it begins with {header.magic:#010x})"
     channel = Channel(header.source_stage, header.target_stage, "F" if header.direction == ord("F") else "B", -1, -1)
@@ -84,49 +70,6 @@ class Transfer(NamedTuple):
 
     tensor: Tensor
     work: Any
-
-
-class Pending(NamedTuple):
-    """A posted receive. `due` is the header that it should bring; `value` is built around the empty buffers.
-
-    `work` is of what comes last, `before` of a frame that is not that. `is_built`: else `value` is to be made later.
-    Once it has come, `payload` is what a device's link brings, or `failure` what came instead.
-    """
-
-    due: bytes
-    value: Any
-    layout: Layout | None
-    frame: Tensor
-    work: Any
-    directs: Sequence[Transfer]
-    before: Any
-    is_built: bool
-    payload: Arrival | None = None
-    failure: PeerFailure | None = None
-
-
-class UnderWay(NamedTuple):
-    """A send that nobody has waited for yet, with all that must stay alive until then.
-
-    `work` is of what leaves last, `earlier` are the tensors that left before it. `watched`: tensors that leave from
-    their own memory, and the versions that they must have until they have left.
-    """
-
-    microbatch: int
-    work: Any
-    layout: Layout | None
-    frame: Frame | Tensor
-    earlier: Sequence[Transfer]
-    watched: Sequence[tuple[Tensor, int]] = ()
-
-
-class Following(NamedTuple):
-    """A message that goes with a frame, sent but perhaps not taken yet, its end, and the byte that says that it is."""
-
-    body: Transfer
-    end: Transfer | None
-    receipt: Transfer
-    microbatch: int
 
 
 def is_header_only(layout: Layout | None) -> bool:
@@ -143,9 +86,24 @@ class ExpectedLayouts:
 
     def __init__(self, channel: Channel, tag: int) -> None:
         self.tag = tag
-        self.identity = (ord(channel.direction), channel.source_stage, channel.target_stage)
+        self._identity = (ord(channel.direction), channel.source_stage, channel.target_stage)
         self.layouts: dict[int, Layout] = {}  # The layout of message number k, until it looks different.
         self.known: dict[int, Layout] = {}
+
+    def header(
+        self, kind: int, checksum: int, follows: int, step: int, ordinal: int, microbatch: int, place: int
+    ) -> bytes:
+        return HEADER.pack(MAGIC, kind, checksum, follows, step, ordinal, microbatch, *self._identity, place)
+
+    def fault_of(self, came: Header, due: Header) -> str | None:
+        """Describe a message that is not the due one; what is left announces a new layout or a failure."""
+        is_known = came.kind in (CHANGED, FAILURE) or (came.kind == DATA and came.checksum in self.known)
+        if came.magic == MAGIC and came[4:] == due[4:] and is_known:
+            return None
+        is_other = came[4:] == due[4:]
+        return describe(came) + (
+            f" in another layout (checksum {came.checksum:#x}, not {due.checksum:#x})" if is_other else ""
+        )
 
     def knows(self, layout: Layout) -> bool:
         """Return whether this layout was introduced, and is remembered."""

@@ -6,7 +6,7 @@ import ctypes
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,21 +16,9 @@ from penstock.runtime.messages import plain
 from penstock.runtime.messages.secret import FILE_VARIABLE, has_secret
 from penstock.runtime.state.ownership import version_of
 from penstock.runtime.transport.channel import Channel, Outgoing
+from penstock.runtime.transport.distributed import messages
 from penstock.runtime.transport.distributed.device_link import Payload
-from penstock.runtime.transport.distributed.messages import (
-    CHANGED,
-    DATA,
-    FAILURE,
-    HEADER,
-    MAGIC,
-    WHOLE_BYTES,
-    ExpectedLayouts,
-    Following,
-    Transfer,
-    UnderWay,
-    blank_header,
-    is_header_only,
-)
+from penstock.runtime.transport.distributed.messages import WHOLE_BYTES, ExpectedLayouts, Transfer, is_header_only
 from penstock.runtime.transport.distributed.transfers import BackendTransfers, PeerConnection
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.interrupts import uninterrupted
@@ -42,15 +30,33 @@ SMALL_SENDS = 4  # messages of one frame that may wait for longer than others: o
 _END = torch.ones(1, dtype=torch.uint8, device="cpu")
 
 
+class UnderWay(NamedTuple):
+    """A send that nobody has waited for yet, with all that must stay alive until then."""
+
+    microbatch: int
+    work: Any  # of what leaves last
+    layout: Layout | None
+    frame: Frame | Tensor
+    earlier: Sequence[Transfer]  # what left before it
+    watched: Sequence[tuple[Tensor, int]] = ()  # tensors that leave from their own memory, and their versions till then
+
+
+class Following(NamedTuple):
+    """A message that goes with a frame, sent but perhaps not taken yet, and the byte that says that it is."""
+
+    microbatch: int
+    receipt: Transfer
+    body: list[Transfer]  # and its end, if it has one
+
+
 class DistributedOutgoing(Outgoing):
     """The sending end of a channel.
 
-    Gloo cannot be asked whether a send is done, only made to wait for it; so what was sent is
-    released when `max_sends` later messages of its channel have been sent (small ones several at a
-    time), or at `flush`. Such a wait ends when the receive is posted, which is what a proved program
-    can rely on. It must not wait for a message that *follows* a frame: that one is received where it
-    is used, which may be after something else that this rank has yet to send. For those the receiver
-    sends a receipt, a byte that turns up in memory, where it can be seen without waiting.
+    Gloo cannot be asked whether a send is done, only made to wait for it; so what was sent is released when `max_sends`
+    later messages of its channel have been sent (small ones several at a time), or at `flush`. Such a wait ends when
+    the receive is posted, which is what a proved program can rely on. It must not wait for a message that *follows* a
+    frame: that one is received where it is used, which may be after something else that this rank has yet to send. For
+    those the receiver sends a receipt, a byte that turns up in memory, where it can be seen without waiting.
     """
 
     def __init__(
@@ -64,10 +70,8 @@ class DistributedOutgoing(Outgoing):
     ) -> None:
         super().__init__(channel)
         self._expected = ExpectedLayouts(channel, tag)
-        self._transfers = transfers
-        self._connection = connection
-        self._book = book
-        self._max_sends = max_sends
+        self._transfers, self._connection = transfers, connection
+        self._book, self._max_sends = book, max_sends
         self._under_way: deque[UnderWay] = deque()
         self._following: list[Following] = []
         self._rewritten: list[int] = []  # microbatches whose memory was written to before they had left
@@ -98,32 +102,28 @@ class DistributedOutgoing(Outgoing):
 
     def _send_frame(self, microbatch: int, layout: Layout, leaves: Sequence[Any]) -> None:
         """Send a message that needs no more words than its frame has."""
-        expected, connection, channel, transfers = self._expected, self._connection, self.channel, self._transfers
         # This comes before anything is announced.
         payload = layout.pack_on_device(leaves) if layout.device_bytes else None
         frame = layout.take_frame()
         directs = layout.pack(leaves, frame)
-        self._write_header(frame.header, DATA, microbatch, layout.checksum, 0)
-        if not directs and layout.frame_bytes <= WHOLE_BYTES:
-            work = transfers.send(frame.tensor, connection, expected.tag, channel, microbatch)
-            self._sent(UnderWay(microbatch, work, layout, frame, ()), payload)
-            return
+        frame.header.raw = self._header(messages.DATA, microbatch, layout.checksum, 0)
         watched = [(tensor, version_of(tensor)) for _, tensor in directs if tensor is not None]
-        earlier = []
-        for octets, _ in directs:
-            tensor = octets.cpu()
-            earlier.append(Transfer(tensor, transfers.send(tensor, connection, expected.tag, channel, microbatch)))
+        earlier = [self._start(octets.cpu(), microbatch) for octets, _ in directs]
         work = self._send_last(microbatch, frame.tensor, layout, earlier)
         self._sent(UnderWay(microbatch, work, layout, frame, earlier, watched), payload)
 
+    def _start(self, tensor: Tensor, microbatch: int, tag: int | None = None) -> Transfer:
+        """Start to send a tensor, after all that has the channel's own tag unless it has another."""
+        tag = self._expected.tag if tag is None else tag
+        return Transfer(tensor, self._transfers.send(tensor, self._connection, tag, self.channel, microbatch))
+
     def _send_last(self, microbatch: int, frame: Tensor, layout: Layout | None, earlier: list[Transfer]) -> Any:
         """Send the frame, after the tensors that travel by themselves, and its end if the receiver waits for it."""
-        send, to, tag, channel = self._transfers.send, self._connection, self._expected.tag, self.channel
-        work = send(frame, to, tag, channel, microbatch)
+        last = self._start(frame, microbatch)
         if layout is not None and layout.frame_bytes > WHOLE_BYTES:
-            earlier.append(Transfer(frame, work))
-            work = send(_END, to, tag, channel, microbatch)
-        return work
+            earlier.append(last)
+            last = self._start(_END, microbatch)
+        return last.work
 
     def _send_changed(self, microbatch: int, predicted: Layout | None, value: Any) -> None:
         before = self._expected.layouts.get(self.count - 1)
@@ -140,7 +140,7 @@ class DistributedOutgoing(Outgoing):
                     f"{FILE_VARIABLE} on every host (docs/explanations/security.md), or pass tensors, numbers, text "
                     f"and containers of these"
                 )
-            layout = self._book.intern(made.text, lambda: made)
+            layout = self._book.setdefault(made.text, made)
         if is_header_only(predicted) and self._expected.knows(layout):
             self._send_frame(microbatch, layout, leaves)
             self._expected.layouts[self.count] = layout
@@ -149,46 +149,35 @@ class DistributedOutgoing(Outgoing):
         packed = layout.all_packed()
         body = Frame(whole_lines(packed.frame_bytes + len(layout.text)), packed.copies)
         packed.pack(leaves, body)
-        self._write_header(body.header, CHANGED, microbatch, layout.checksum, len(layout.text))
+        body.header.raw = self._header(messages.CHANGED, microbatch, layout.checksum, len(layout.text))
         end = body.tensor.data_ptr() + body.tensor.numel()
         ctypes.memmove(end - len(layout.text), layout.text, len(layout.text))
-        self._send_instead(microbatch, predicted, CHANGED, body.tensor, payload)
+        self._send_instead(microbatch, predicted, messages.CHANGED, body.tensor, payload)
         self._expected.layouts[self.count] = layout
         self._expected.learn(layout)
 
     def _send_failure(self, microbatch: int, failure: PeerFailure) -> None:
         body = torch.frombuffer(bytearray(plain.dumps(failure)), dtype=torch.uint8)
-        self._send_instead(microbatch, self._expected.layouts.get(self.count), FAILURE, body)
+        self._send_instead(microbatch, self._expected.layouts.get(self.count), messages.FAILURE, body)
 
     def _send_instead(
         self, microbatch: int, predicted: Layout | None, kind: int, body: Tensor, payload: Payload | None = None
     ) -> None:
         """Send next to nothing for each large tensor, a header for a predicted frame, then the body and its end."""
-        transfers, channel, connection = self._transfers, self.channel, self._connection
-        frame, header = blank_header()
-        self._write_header(header, kind, microbatch, 0, body.numel())
-        earlier: list[Transfer] = []
-        for _ in predicted.directs if predicted is not None else ():
-            work = transfers.send(_END, connection, self._expected.tag, channel, microbatch)
-            earlier.append(Transfer(_END, work))
+        frame = torch.frombuffer(bytearray(self._header(kind, microbatch, 0, body.numel())), dtype=torch.uint8)
+        earlier = [self._start(_END, microbatch) for _ in (() if predicted is None else predicted.directs)]
         work = self._send_last(microbatch, frame, predicted, earlier)
-        tag = self._expected.following_tag(self.count)
-        note = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        receipt = Transfer(note, transfers.receive(note, connection, tag, channel, microbatch))
-        following = Transfer(body, transfers.send(body, connection, tag, channel, microbatch))
-        end = None
+        tag, note = self._expected.following_tag(self.count), torch.zeros(1, dtype=torch.uint8, device="cpu")
+        receipt = self._transfers.receive(note, self._connection, tag, self.channel, microbatch)
+        following = [self._start(body, microbatch, tag)]
         if body.numel() > WHOLE_BYTES:
-            end = Transfer(_END, transfers.send(_END, connection, tag, channel, microbatch))
-        self._following.append(Following(following, end, receipt, microbatch))
+            following.append(self._start(_END, microbatch, tag))
+        self._following.append(Following(microbatch, Transfer(note, receipt), following))
         self._sent(UnderWay(microbatch, work, None, frame, earlier), payload)
 
-    def _write_header(self, buffer: Any, kind: int, microbatch: int, checksum: int, follows: int) -> None:
-        step, count = self._transfers.exchanges, self.count
-        direction, source, target = self._expected.identity
+    def _header(self, kind: int, microbatch: int, checksum: int, follows: int) -> bytes:
         place = 0 if self._connection.link is None else self._connection.link.messages
-        HEADER.pack_into(
-            buffer, 0, MAGIC, kind, checksum, follows, step, count, microbatch, direction, source, target, place
-        )
+        return self._expected.header(kind, checksum, follows, self._transfers.exchanges, self.count, microbatch, place)
 
     def _sent(self, message: UnderWay, payload: Payload | None) -> None:
         link = self._connection.link
@@ -204,12 +193,9 @@ class DistributedOutgoing(Outgoing):
 
     def _finish_following(self, done: Sequence[Following]) -> None:
         is_short = self._transfers.is_taken_soon(is_known=False)
-        for each in done:
-            for transfer in (each.receipt, each.body, each.end):
-                if transfer is not None:
-                    self._transfers.wait(
-                        transfer.work, self.channel.target_rank, self.channel, each.microbatch, is_short
-                    )
+        for microbatch, receipt, body in done:
+            for _, work in (receipt, *body):
+                self._transfers.wait(work, self.channel.target_rank, self.channel, microbatch, is_short)
         self._following = [each for each in self._following if not any(each is other for other in done)]
 
     def _finish(self, count: int) -> None:

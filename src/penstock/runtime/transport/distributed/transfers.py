@@ -19,10 +19,10 @@ from torch import Tensor
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.channel import Channel
-from penstock.runtime.transport.compiling import LONGEST_SECONDS, has_compiled
 from penstock.runtime.transport.distributed.device_link import DeviceLink
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss
+from penstock.runtime.transport.failure.silence import COMPILATIONS, LONGEST_SECONDS
 from penstock.runtime.transport.failure.watch import Watch
 
 SLACK_SECONDS = (
@@ -142,7 +142,7 @@ class BackendTransfers:
 
         It does so for what it has not seen before. (That dynamo is loaded means little: every optimizer loads it.)
         """
-        return "torch._dynamo" not in sys.modules or (is_known and not has_compiled())
+        return "torch._dynamo" not in sys.modules or (is_known and not COMPILATIONS.has_begun)
 
     def abort(self, failure: PeerFailure) -> None:
         """Make this the group's verdict, if there is none yet."""

@@ -1,26 +1,22 @@
 """Ranks are processes: messages travel through torch.distributed.
 
-Gloo offers little: messages of a tag between two ranks arrive in order; a message may be
-shorter than its receive, but one that is longer aborts the *process* of the receiver; nothing
-can be polled; and a wait that times out closes all connections. So the receiver must know the
-size beforehand, and no guess may ever be too small. Yet shapes may change at will.
+Gloo offers little: messages of a tag between two ranks arrive in order; a message may be shorter than its receive, but
+one that is longer aborts the *process* of the receiver; nothing can be polled; and a wait that times out closes all
+connections. So the receiver must know the size beforehand, and no guess may ever be too small. Yet shapes may change.
 
-The rule: the prediction for the k-th message of a channel in a step is the layout of the k-th
-message of that channel in the step before (none: a header only). Both ends know it without
-talking, however early or late receives are posted, because messages and posts of one channel
-pair up in order and the k-th message of the last step was taken before this step began. It also
-makes a ragged last microbatch, or shapes that differ from one microbatch to the next but repeat
-every step, perfectly predicted. A message that looks as predicted is one frame (and one message
-for each large tensor, into its final memory). Any other sends a header in the place of the
-frame, a byte in the place of each large tensor, and then the layout with all bytes as one more
-message whose size the header told. That both ends count alike is checked at the end of every step.
+The rule: the prediction for the k-th message of a channel in a step is the layout of the k-th message of that channel
+in the step before (none: a header only). Both ends know it without talking, however early or late receives are posted,
+because messages and posts of one channel pair up in order and the k-th message of the last step was taken before this
+step began. So shapes that differ among microbatches but repeat every step are perfectly predicted. A message that looks
+as predicted is one frame (and one message for each large tensor, into its final memory). Any other sends a header in
+the place of the frame, a byte in the place of each large tensor, and then the layout with all bytes as one more message
+whose size the header told. That both ends count alike is checked at the end of every step.
 
 Tensors on a device travel by the group's backend for that device (`cpu:gloo,cuda:nccl`), if both ranks have such a
 device: see `device_link`. What else is on a device goes through the CPU.
 
-How the loss of a peer is found and told is in `watch`. While a wait is inside gloo, Python does not
-see Ctrl-C. Such a wait ends at the latest after the timeout. In practice it ends sooner: a rank that
-was not blocked leaves, and its connections close.
+How the loss of a peer is found and told is in `watch`. While a wait is inside gloo, Python does not see Ctrl-C; it ends
+at the latest after the timeout, and mostly sooner: a rank that was not blocked leaves, and its connections close.
 """
 
 from __future__ import annotations
@@ -50,7 +46,7 @@ from penstock.runtime.transport.distributed.transfers import BackendTransfers, P
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting, different_calls
 from penstock.runtime.transport.failure.own_state import held_weakly
-from penstock.runtime.transport.failure.peer_failures import after_loss, stopped_by_force
+from penstock.runtime.transport.failure.peer_failures import stopped_by_force
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.handover import Rewritten
 from penstock.runtime.transport.interrupts import uninterrupted
@@ -58,8 +54,7 @@ from penstock.runtime.transport.layout.layout import Book
 
 CHANNELS = 0x1FFF  # The most in one program.
 FIRST_TAG = 0x4000_0000  # far from what users choose; then 5 bits of transport, 13 of channel, 12 within the channel
-# The exchange and cutting use the tags after the last channel's.
-CONTROL_TAG = CHANNELS * SUBTAGS
+CONTROL_TAG = CHANNELS * SUBTAGS  # The exchange and cutting use the tags after the last channel's.
 
 _PROBE = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
@@ -70,40 +65,30 @@ _abandoned: list[list[tuple[torch.Tensor, Any]]] = []
 class DistributedTransport(Transport):
     """One rank's transport over torch.distributed, on a process group (by default the world). Ranks are the group's.
 
-    At most `max_sends` messages of a channel are under way (some more where they are small); `device` is where values
-    that were sent from a GPU arrive; `coordinator` is the rank through which `exchange` goes.
+    `device` is where values that were sent from a GPU arrive.
     """
 
     holds_interrupts = True
+    max_sends = 4  # Messages of a channel that may be under way; some more where they are small.
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
         timeout: float = 60.0,
         *,
-        max_sends: int = 4,
-        coordinator: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise UsageError("torch.distributed is not initialised; call init_process_group() or use ThreadTransport")
-        if max_sends < 1:
-            raise UsageError(f"max_sends={max_sends}; at least 1 send must be allowed under way")
         group = group if group is not None else dist.group.WORLD
         assert group is not None
         if dist.get_rank(group) < 0:
             raise UsageError(f"rank {dist.get_rank()} is not in the group; make the transport on its members only")
         self._group = group
-        self._set_up(member_of(group, timeout), timeout, max_sends, coordinator, device)
+        self._set_up(member_of(group, timeout), timeout, device)
 
     def _set_up(
-        self,
-        member: Member,
-        timeout: float,
-        max_sends: int,
-        coordinator: int,
-        device: torch.device | str | None = None,
-        clock: Clock = CLOCK,
+        self, member: Member, timeout: float, device: torch.device | str | None = None, clock: Clock = CLOCK
     ) -> None:
         """Set up everything that hangs on the group's backend and store, whatever these are."""
         self.rank, self.ranks = member.rank, member.ranks
@@ -132,11 +117,10 @@ class DistributedTransport(Transport):
         self.watch.is_closed = partial(_is_closed, member.backend, self._tag + CONTROL_TAG + 4)
         self.watch.free_device = self._links.free
         self._book = Book()
-        self._max_sends = max_sends
-        self._exchanger = Exchange(self.rank, self.ranks, coordinator, self._tag + CONTROL_TAG, self._transfers)
+        self._exchanger = Exchange(self.rank, self.ranks, self._tag + CONTROL_TAG, transfers)
         weakref.finalize(self, _abandoned.append, self._exchanger.under_way)
         self.ends = ChannelEnds((), self.rank)
-        self._opened: dict[tuple[Channel, ...], ChannelEnds[Any, Any]] = {}
+        self._opened: dict[tuple[Channel, ...], ChannelEnds] = {}
         self._next_channel = 0
         self._uncollected: Posted | None = None  # the exchange that was posted last
 
@@ -149,8 +133,7 @@ class DistributedTransport(Transport):
         return self.watch.verdict
 
     def open(self, channels: Sequence[Channel]) -> None:
-        if self.watch.verdict is not None:
-            raise after_loss(self.watch.verdict)
+        self.check_not_broken()
         if channels is not self.ends.channels and tuple(channels) != self.ends.channels:
             self._open(channels)
         self._exchanger.prepare()
@@ -167,11 +150,11 @@ class DistributedTransport(Transport):
             self._next_channel += len(checked)
         self.ends = self._opened[checked]
 
-    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
+    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds:
         """Make the ends of these channels on this rank."""
         self._links.connect(channels)
-        return ChannelEnds.of(
-            channels, self.rank, partial(self._make_incoming, tag), partial(self._make_outgoing, tag, self._max_sends)
+        return ChannelEnds(
+            channels, self.rank, partial(self._make_incoming, tag), partial(self._make_outgoing, tag, self.max_sends)
         )
 
     def _make_incoming(self, tag: int, number: int, channel: Channel) -> DistributedIncoming:
@@ -191,12 +174,8 @@ class DistributedTransport(Transport):
 
     @uninterrupted
     def flush(self) -> None:
-        found = [
-            (end.channel.source_stage, microbatch)
-            for ends in self._opened.values()
-            for end in ends.outgoing.values()
-            for microbatch in end.flush()
-        ]
+        every = (end for ends in self._opened.values() for end in ends.outgoing.values())
+        found = [(end.channel.source_stage, microbatch) for end in every for microbatch in end.flush()]
         if self._links.devices:
             found += self._links.flush()
         if found:
@@ -204,10 +183,10 @@ class DistributedTransport(Transport):
 
     def exchange(self, value: Any) -> list[Any]:
         self._check_may_exchange()
-        used = list(self._opened.values())
         try:
-            answers = self._collect(self._exchanger.post(self._transfers.exchanges, self.ends, used, self.call, value))
-            self._end_step(used)
+            posted = self._post(value)
+            answers = self._collect(posted)
+            self._end_step(posted.used)
         except KeyboardInterrupt as interrupt:  # It leaves half an exchange on the wires.
             stopped = stopped_by_force(self.rank)
             self.abort(stopped)
@@ -216,42 +195,41 @@ class DistributedTransport(Transport):
 
     def post_exchange(self, value: Any) -> Callable[[], list[Any]]:
         self._check_may_exchange()
-        used = list(self._opened.values())
-        posted = self._exchanger.post(self._transfers.exchanges, self.ends, used, self.call, value)
-        self._end_step(used)
+        posted = self._post(value)
+        self._end_step(posted.used)
         self._uncollected = posted
         return partial(self._collect_posted, posted)
 
+    def _post(self, value: Any) -> Posted:
+        used = list(self._opened.values())
+        return self._exchanger.post(self._transfers.exchanges, self.ends, used, self.call, value)
+
     def _collect_posted(self, posted: Posted) -> list[Any]:
         """Return what all ranks reported, or raise the error that this was; once known, always the same."""
-        if posted.errors:
-            raise posted.errors[0]
+        if posted.error is not None:
+            raise posted.error
         self.watch.own.collects = posted.step if posted.entry.call == self.call else None
         try:
             return self._agreed(self._collect(posted))
         except (MessageError, PeerFailure) as error:
-            posted.errors.append(error)
+            posted.error = error
             raise
         finally:
             self.watch.own.collects = None
-            if posted is self._uncollected and (posted.found or posted.errors):  # Otherwise Ctrl-C has ended the wait.
+            if posted is self._uncollected and (posted.found or posted.error):  # Otherwise Ctrl-C has ended the wait.
                 self._uncollected = None
 
     def known_answers(self) -> list[Any] | None:
-        posted = self._uncollected
-        if posted is None or self.broken is not None:
-            return None
-        found = None
-        # Whoever collects finds it broken.
-        with suppress(MessageError, PeerFailure), self._leaving_no_disorder():
-            found = self._exchanger.known(posted)
+        found, posted = None, self._uncollected
+        if posted is not None and self.broken is None:
+            with suppress(MessageError, PeerFailure), self._leaving_no_disorder():  # Whoever collects finds it broken.
+                found = self._exchanger.known(posted)
         return None if found is None else found.values
 
     def _check_may_exchange(self) -> None:
         if self._uncollected is not None:
             self._collect_posted(self._uncollected)
-        if self.watch.verdict is not None:
-            raise after_loss(self.watch.verdict)
+        self.check_not_broken()
 
     def _collect(self, posted: Posted) -> Exchanged:
         """Return what all ranks reported, unless their messages were not those of one program."""
@@ -274,7 +252,7 @@ class DistributedTransport(Transport):
             self.abort(PeerFailure(self.rank, f"MessageError: {error}"))
             raise
 
-    def _end_step(self, used: Sequence[ChannelEnds[Any, Any]]) -> None:
+    def _end_step(self, used: Sequence[ChannelEnds]) -> None:
         self._transfers.exchanges += 1
         self.watch.end_step()
         for ends in used:
@@ -283,8 +261,7 @@ class DistributedTransport(Transport):
             self._links.end_step()
 
     def _agreed(self, answers: Exchanged) -> list[Any]:
-        apart = different_calls(answers.calls) if len(set(answers.calls)) > 1 else None
-        if apart is not None:
+        if len(set(answers.calls)) > 1 and (apart := different_calls(answers.calls)) is not None:
             raise apart
         return answers.values
 
@@ -318,10 +295,7 @@ class DistributedTransport(Transport):
             self.watch.leave_other_group = before
 
     def reset(self) -> None:
-        """Do nothing after a drained step; a lost peer cannot be forgotten: the group must be rebuilt then.
-
-        The predictions stay: they hold as long as both ends keep them.
-        """
+        """Do nothing after a drained step: predictions hold as long as both ends keep them. A loss is not forgotten."""
         self.check_not_broken()
         self.ends.check_idle("reset()")
         self.flush()

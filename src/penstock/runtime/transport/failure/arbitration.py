@@ -1,29 +1,23 @@
 """From an alarm to a verdict: all ranks say what they do, and the one that raised the alarm judges.
 
-The others look on, and judge only where it does not. (With a thousand ranks, a thousand judges would have the store
-answer a million questions.)
+The others look on, and judge only where it does not. (A thousand judges would ask the store a million questions.)
 
 Where the alarm names nobody, all say for whom they wait, if for anybody. The chain from the alarmed rank ends at the
 culprit: a rank that does not answer (stopped, or gone), or answers that it waits for nobody (busy in its own code); a
-chain that closes is a deadlock. Where somebody in the chain has moved on within the timeout, as in a pipeline so deep
-that it takes longer to fill, the alarm is called off, and the ranks whose own chains move on wait for another timeout;
-a chain that stands still is not excused by that.
+chain that closes is a deadlock. Where somebody in the chain has moved on within the timeout, as in a deep pipeline that
+fills, the alarm is called off, and the ranks whose own chains move on wait for another timeout; a chain that stands
+still is not excused by that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from penstock.errors import PeerFailure
 from penstock.runtime.messages.clock import Clock
 from penstock.runtime.transport.failure.blame import Excused, State, excused, judge
-from penstock.runtime.transport.failure.bulletin import Bulletin
-from penstock.runtime.transport.failure.notes import Alarm
+from penstock.runtime.transport.failure.notes import Alarm, Bulletin
 from penstock.runtime.transport.failure.peer_failures import with_report
-from penstock.runtime.transport.failure.silence import Overdue
+from penstock.runtime.transport.failure.silence import STATE_SECONDS, Overdue
 
-# Ranks have so long to state for whom they wait: some beats.
-STATE_SECONDS = 2.0
 # Looks for the answers of others, at least: a busy machine has fewer in the same time.
 ANSWER_LOOKS = 40
 NEAR_RANKS = 16  # So many may ask the store every few milliseconds.
@@ -33,53 +27,46 @@ MOST_SECONDS = 10.0  # What takes a busy machine longer has so long.
 class Arbitration:
     """One rank's part in it."""
 
-    def __init__(
-        self, bulletin: Bulletin, overdue: Overdue, rank: int, ranks: int, timeout: float, beat: float, clock: Clock
-    ) -> None:
-        self._bulletin = bulletin
-        self._overdue = overdue
-        self._rank, self._ranks = rank, ranks
-        self._timeout, self._beat = timeout, beat
-        self._clock = clock
+    def __init__(self, bulletin: Bulletin, overdue: Overdue, timeout: float, beat: float, clock: Clock) -> None:
+        self._bulletin, self._overdue = bulletin, overdue
+        self._timeout, self._beat, self._clock = timeout, beat, clock
 
     def verdict(self, alarm: Alarm, own: State) -> PeerFailure | None:
-        """Report what this rank does; then collect what others do and judge, or wait for the judgement. None: it was
-        called off.
+        """Report what this rank does; then collect what others do and judge, or wait for the judgement.
+
+        None: the alarm was called off.
         """
-        self._bulletin.tell_state(own)
+        board = self._bulletin
+        board.tell_state(own)
         states: dict[int, State] = {}
         missed = {alarm.failure.rank} if alarm.failure is not None and not alarm.heard else set()  # the dead
-        is_judge = alarm.rank == self._rank
+        is_judge = alarm.rank == board.rank
         begin, looks = self._clock.now(), 0
-        nap = self._beat / 50 * min(50.0, max(1.0, self._ranks / NEAR_RANKS))
-        while len(states.keys() | missed) < self._ranks and self._is_patient(begin, looks, is_judge):
+        nap = self._beat / 50 * min(50.0, max(1.0, board.ranks / NEAR_RANKS))
+        while len(states.keys() | missed) < board.ranks and self._is_patient(begin, looks, is_judge):
             looks += 1
-            verdict = self._bulletin.verdict()
+            verdict = board.verdict()
             if verdict is not None:
                 return verdict
             if self._is_called_off():
                 return None
             if is_judge:
-                states |= self._hear(states)
+                states |= board.states(set(range(board.ranks)) - states.keys())
             self._clock.sleep(nap)
         if not is_judge:
-            states = self._hear(states)
+            states = board.states(range(board.ranks))
         failure = alarm.failure
         if failure is None:
             assert alarm.waiting is not None
             found = judge(alarm.rank, alarm.waiting, states, self._timeout, self._beat)
             if isinstance(found, Excused):
                 others = excused(states, self._timeout, self._beat)
-                self._bulletin.call_off({alarm.rank: found.seconds_unchanged} | others)
+                board.call_off({alarm.rank: found.seconds_unchanged} | others)
                 self._is_called_off()
                 return None
             failure = found
-        doing = [states[rank].doing if rank in states else "no answer" for rank in range(self._ranks)]
-        return self._bulletin.pronounce(with_report(failure, doing))
-
-    def _hear(self, states: Mapping[int, State]) -> dict[int, State]:
-        """Collect what ranks do that had not reported it before."""
-        return self._bulletin.states(rank for rank in range(self._ranks) if rank not in states)
+        doing = [states[rank].doing if rank in states else "no answer" for rank in range(board.ranks)]
+        return board.pronounce(with_report(failure, doing))
 
     def _is_called_off(self) -> bool:
         """Return whether the alarm was called off; a rank in a chain of waits in which somebody moves on waits on."""
@@ -87,8 +74,8 @@ class Arbitration:
         if reasons is None:
             return False
         self._bulletin.round += 1
-        if self._rank in reasons:
-            self._overdue.excuse(self._clock.now() - reasons[self._rank])
+        if self._bulletin.rank in reasons:
+            self._overdue.excuse(self._clock.now() - reasons[self._bulletin.rank])
         return True
 
     def _is_patient(self, begin: float, looks: int, is_judge: bool) -> bool:

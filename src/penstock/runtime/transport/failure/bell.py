@@ -1,8 +1,7 @@
 """Waking the watches of other ranks on this host, so that bad news is read at once and not at the next beat.
 
-A datagram on a Unix socket that only this user reaches (`own_socket`); it says nothing but "look", with the code of
-the run's secret. It takes the place of the event by which a watch is woken inside its own process. Whoever else rings
-is not heard: the kernel says whose process has sent a datagram, and the code whether it is of this run.
+A datagram on a Unix socket that only this user reaches (`own_socket`) says nothing but "look", with the code of the
+run's secret. Whoever else rings is not heard: the kernel says whose process has sent it, the code if it is of this run.
 """
 
 from __future__ import annotations
@@ -64,11 +63,9 @@ class Bell:
                 self._socket.recv(CODE_BYTES + 1)
 
     def set(self) -> None:
-        """Wake this rank's watch."""
         self._ring(self.address)
 
     def call(self) -> None:
-        """Wake the watches of the others."""
         for address in self.others():
             self._ring(address)
 

@@ -22,8 +22,7 @@ class Waiting(NamedTuple):
     edge: Channel | None  # None: an exchange, or a connection that is being made
     microbatch: int
     since: float
-    # Where there is no channel, this states in or for what it waits.
-    reason: str = "in the exchange that ends the step"
+    reason: str = "in the exchange that ends the step"  # Where there is no channel: in or for what it waits.
 
     def blame(self, rank: int, cause: str) -> PeerFailure:
         """Return the failure of the awaited peer, as seen from `rank`."""
@@ -38,22 +37,16 @@ plain.register(Waiting, peer=int, edge=Channel | None, microbatch=int, since=flo
 
 
 class State(NamedTuple):
-    """What a rank says of itself: for whom it waits, in words what it does, at which action; and in which call it is.
-
-    `step` counts the exchanges of the group: calls can only be compared between two of them. `seconds_unchanged`:
-    how long it has been at the same action and in the same wait, as its watch has seen it. `sent` says how many
-    messages of each channel it has sent in this step, and `awaits` which channel it waits for, and which message of
-    it, from 0.
-    """
+    """What a rank says of itself."""
 
     waiting: Waiting | None
     doing: str
     where: Action | None
-    step: int = 0
-    call: str = ""
-    seconds_unchanged: float = math.inf
-    sent: Mapping[int, int] = {}
-    awaits: tuple[int, int] | None = None
+    step: int = 0  # Counts the exchanges of the group: calls can only be compared between two of them.
+    call: str = ""  # of the user's
+    seconds_unchanged: float = math.inf  # at the same action and in the same wait, as its watch has seen it
+    sent: Mapping[int, int] = {}  # messages of each channel in this step
+    awaits: tuple[int, int] | None = None  # the channel that it waits for, and which message of it, from 0
 
 
 class Excused(NamedTuple):
@@ -95,8 +88,7 @@ def judge(
 
 
 def excused(states: Mapping[int, State], timeout: float, beat: float = 0.0) -> dict[int, float]:
-    """Return, of the ranks that wait, those that have a reason to: how many seconds ago somebody in their chain moved
-    on.
+    """Return how many seconds ago somebody moved on in the chain of each rank that waits.
 
     A chain in which nobody has is left out, whatever goes on in others: its ranks may raise an alarm of their own.
     """
@@ -156,7 +148,6 @@ def different_calls(calls: Sequence[str] | Mapping[int, str]) -> PeerFailure | N
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """List ranks in words."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -17,14 +17,13 @@ Traffic = Callable[[Waiting | None], tuple[dict[int, int], tuple[int, int] | Non
 
 
 class OwnState:
-    """What one rank does, as its transport can tell it. `step` counts the exchanges of the group."""
+    """What one rank does, as its transport can tell it."""
 
-    # Number of the exchange, if this rank waits for the answers of one that its call has posted.
-    collects: int | None = None
+    collects: int | None = None  # Number of the exchange, if this rank waits for the answers of one it has posted.
     connects: str = ""  # What it waits for while it makes a connection.
 
     def __init__(self, now: Callable[[], float]) -> None:
-        self.step = 0
+        self.step = 0  # Counts the exchanges of the group.
         self.doing: Callable[[], str] = lambda: "nothing known"
         self.where: Where = nowhere
         self.call: Callable[[], str] = lambda: ""  # what the user has called, where all ranks must call the same

@@ -1,9 +1,10 @@
-"""A `PeerFailure` in the words of whoever has to tell of it: after a loss, with its place, with what each rank did."""
+"""A `PeerFailure` in the words of whoever reports it: after a loss, with its place, with what each rank did."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from typing import Any
 
 from penstock.errors import REBUILD, PeerFailure
 from penstock.runtime.messages import plain
@@ -14,12 +15,16 @@ CONNECTION_CLOSED = "died or left (its connection closed)"
 STORE_GONE = "died or left (the store that it hosts is gone)"
 
 
+def _with(failure: PeerFailure, **values: Any) -> PeerFailure:
+    """Return a copy in which these attributes have other values."""
+    named = copy(failure)
+    vars(named).update(values)
+    return named
+
+
 def after_loss(loss: PeerFailure) -> PeerFailure:
     """Make the same loss, as the answer to a later call."""
-    later = copy(loss)
-    if REBUILD not in loss.cause:
-        later.cause = f"{loss.cause}; {REBUILD}"
-    return later
+    return copy(loss) if REBUILD in loss.cause else _with(loss, cause=f"{loss.cause}; {REBUILD}")
 
 
 def failure_from(text: bytes, peer: int) -> PeerFailure:
@@ -42,8 +47,7 @@ def whole_again(error: BaseException) -> BaseException:
     """Return the same error without the advice to rebuild the group, where that is not needed."""
     if not isinstance(error, PeerFailure) or REBUILD not in error.cause:
         return error
-    named = copy(error)
-    named.cause = error.cause.removesuffix(f"; {REBUILD}")
+    named = _with(error, cause=error.cause.removesuffix(f"; {REBUILD}"))
     named.__cause__ = error.__cause__
     return named
 
@@ -52,25 +56,18 @@ def located(failure: PeerFailure, action: Action | None) -> PeerFailure:
     """Return the same failure at the action that the rank was at, where it could report that."""
     if action is None:
         return failure
-    named = copy(failure)
-    named.stage, named.action, named.microbatch = action.stage, str(action), action.microbatch
-    return named
+    return _with(failure, stage=action.stage, action=str(action), microbatch=action.microbatch)
 
 
 def placed(failure: PeerFailure, axes: Mapping[str, int]) -> PeerFailure:
     """Return the same failure with its replica and shard, where it has none."""
-    named = copy(failure)
-    for axis, number in axes.items():
-        if getattr(named, axis) is None:
-            setattr(named, axis, number)
-    return named
+    return _with(failure, **{axis: number for axis, number in axes.items() if getattr(failure, axis) is None})
 
 
 def with_report(failure: PeerFailure, doing: Sequence[str]) -> PeerFailure:
     """Return the same failure with what each rank was doing."""
-    named = copy(failure)
-    named.report = "\n".join(["what each rank was doing:", *(f"  rank {rank}: {it}" for rank, it in enumerate(doing))])
-    return named
+    lines = ["what each rank was doing:", *(f"  rank {rank}: {it}" for rank, it in enumerate(doing))]
+    return _with(failure, report="\n".join(lines))
 
 
 def lost_source(channel: Channel, microbatch: int, cause: str) -> PeerFailure:
@@ -78,21 +75,13 @@ def lost_source(channel: Channel, microbatch: int, cause: str) -> PeerFailure:
     if microbatch < 0:
         cause = f"{cause} while rank {channel.target_rank} made ready for what it would send, the {channel}"
         return PeerFailure(channel.source_rank, cause, stage=channel.source_stage)
-    return PeerFailure(
-        channel.source_rank,
-        f"{cause} while rank {channel.target_rank} waited in {channel.receive_action(microbatch)}",
-        stage=channel.source_stage,
-        action=channel.send_action(microbatch),
-        microbatch=microbatch,
-    )
+    cause = f"{cause} while rank {channel.target_rank} waited in {channel.receive_action(microbatch)}"
+    action = channel.send_action(microbatch)
+    return PeerFailure(channel.source_rank, cause, stage=channel.source_stage, action=action, microbatch=microbatch)
 
 
 def lost_target(channel: Channel, microbatch: int, cause: str) -> PeerFailure:
     """Make the failure of a rank that should have received and did not."""
-    return PeerFailure(
-        channel.target_rank,
-        f"{cause} while rank {channel.source_rank} waited in {channel.send_action(microbatch)}",
-        stage=channel.target_stage,
-        action=channel.receive_action(microbatch),
-        microbatch=microbatch,
-    )
+    cause = f"{cause} while rank {channel.source_rank} waited in {channel.send_action(microbatch)}"
+    action = channel.receive_action(microbatch)
+    return PeerFailure(channel.target_rank, cause, stage=channel.target_stage, action=action, microbatch=microbatch)

@@ -1,12 +1,9 @@
 """Who is to blame, and telling everybody.
 
-Gloo alone cannot answer that. It reports a dead peer at once, but only to a rank that waits for that very peer. A
-stopped peer it reports by a timeout, which closes *all* connections of the rank that timed out (so waiting in slices is
-impossible, and the others would take that rank for dead), and by then every rank waits for a neighbour that is itself
-waiting.
-
-So each transport runs one thread that looks up, twice a second, a verdict that all ranks share in the store of the
-process group:
+Gloo alone cannot answer that. It reports a dead peer only to a rank that waits for that very peer, and a stopped one by
+a timeout, which closes *all* connections of the rank that timed out (so waiting in slices is impossible); by then every
+rank waits for a neighbour that is itself waiting. So each transport runs one thread that looks up, twice a second, a
+verdict that all ranks share in the group's store:
 
 - A rank whose peer's connection closed raises an alarm that names that peer. The first alarm and the first verdict
   stand, by the store's compare-and-set, so all ranks name the same culprit. Where only its device waits, this thread
@@ -17,14 +14,14 @@ process group:
 - A rank that has waited for a second says in which of the user's calls it is. Where all ranks wait and not all are in
   the same call, they wait in vain, and the odd one is named at once.
 - A rank that finds a verdict aborts the communicators of its device, and closes its own connections, by a receive that
-  times out on purpose. That frees its main thread, wherever gloo or a kernel holds it. It is done only after the
-  verdict is in the store, so whoever sees such a connection close will find the true reason there.
+  times out on purpose. That frees its main thread, wherever gloo or a kernel holds it; and whoever sees such a
+  connection close finds the true reason in the store.
 
 The same way a step that failed, with all links whole, is put on the `news` of ranks that are busy.
 
 Only this thread talks to the store, and through another one (`messages/store`), because a call to a store whose host is
 stopped does not return. Where a rank hosts the store, its silence convicts that rank; where it has left, so does that.
-What is written there (`bulletin`) is plain (`notes`); who is to blame follows from what ranks say (`blame`).
+What is written there is plain (`notes`); who is to blame follows from what ranks say (`blame`).
 """
 
 from __future__ import annotations
@@ -36,22 +33,18 @@ from contextlib import suppress
 from typing import Any
 
 from penstock.errors import PeerFailure, RunError
-from penstock.runtime.messages.clock import CLOCK, Clock, Event
+from penstock.runtime.messages.clock import CLOCK, Clock
 from penstock.runtime.messages.store import Asker, NoAnswer
-from penstock.runtime.transport.compiling import is_compiling
-from penstock.runtime.transport.failure.arbitration import MOST_SECONDS, STATE_SECONDS, Arbitration
+from penstock.runtime.transport.failure.arbitration import MOST_SECONDS, Arbitration
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting, different_calls
-from penstock.runtime.transport.failure.bulletin import Bulletin
-from penstock.runtime.transport.failure.notes import STRANGER, Alarm, Tampered
+from penstock.runtime.transport.failure.notes import STRANGER, Alarm, Bulletin, Tampered
 from penstock.runtime.transport.failure.own_state import OwnState
 from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss, placed
-from penstock.runtime.transport.failure.silence import Marks, Overdue
-from penstock.runtime.transport.failure.store_host import STORE_SECONDS, StoreHost
+from penstock.runtime.transport.failure.silence import COMPILATIONS, STATE_SECONDS, STORE_SECONDS, Overdue, StoreHost
 
 BEAT_SECONDS = 0.5  # Between two looks into the store.
-# The thread must find a verdict within this time: the store's and some beats.
-DECISION_SECONDS = 6.0
+DECISION_SECONDS = 6.0  # The thread must find a verdict within this time: the store's and some beats.
 CALL_SECONDS = 1.0  # A rank waits so long before it reports in which call it is.
 SLOW_FACTOR = 4  # a store is silent only where it is so many times slower than it was
 
@@ -79,14 +72,11 @@ class Watch:
         self.waiting: Waiting | None = None
         self.own = OwnState(clock.now)
         self.store_host = StoreHost(store_host, rank)
-        # The replica and shard of this group among others, for a failure's name.
-        self.axes: dict[str, int] = {}
+        self.axes: dict[str, int] = {}  # The replica and shard of this group among others, for a failure's name.
         self.leave_other_group: Callable[[PeerFailure], None] | None = None  # ends a wait for ranks of another group
-        # Waits in another group are ended by that group.
-        self.waits_in_other_group: Callable[[], bool] = lambda: False
+        self.waits_in_other_group: Callable[[], bool] = lambda: False  # Such waits are ended by that group.
         self.ended: Callable[[PeerFailure], None] = lambda verdict: None  # told the verdict before anybody leaves
-        # What a device waits for, whatever its host does.
-        self.device_waiting: Callable[[], Waiting | None] = lambda: None
+        self.device_waiting: Callable[[], Waiting | None] = lambda: None  # whatever the device's host does
         self.is_closed: Callable[[int], bool] = lambda peer: False  # whether the connection to that rank is
         self.abort_device: Callable[[], None] = lambda: None  # ends that wait
         self.free_device: Callable[[], None] = lambda: None  # ends the connections of the device
@@ -96,8 +86,8 @@ class Watch:
         self._asker = Asker(store, f"penstock-store-{rank}", clock) if ranks > 1 else None
         self._slowest = 0.0  # seconds that the store took for an answer of late
         self._bulletin = Bulletin(self._ask, prefix, rank, ranks)
-        self._overdue = Overdue(timeout, self._beat, self._make_marks, clock.now)
-        self._arbitration = Arbitration(self._bulletin, self._overdue, rank, ranks, timeout, self._beat, clock)
+        self._overdue = Overdue(self._bulletin, timeout, self._beat, clock.now)
+        self._arbitration = Arbitration(self._bulletin, self._overdue, timeout, self._beat, clock)
         # what the main thread has told the thread
         self._announced: PeerFailure | None = None
         self._news_lock = threading.Lock()
@@ -109,34 +99,25 @@ class Watch:
         self._stood_still = 0.0  # seconds that this very thread did not run, where they were more than the timeout
         self._stood_until = -math.inf  # Time at which that was over.
         self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
-        self._wake: Event | Bell = bell or clock.event()
+        self._wake: Any = bell or clock.event()
         self._stopping = ranks == 1  # nobody to watch
-        # When to leave what the device of a dropped transport still waits for.
-        self._stop_by = math.inf
+        self._stop_by = math.inf  # When to leave what the device of a dropped transport still waits for.
         self._thread = clock.worker(self._watch, f"penstock-watch-{rank}")
         if not self._stopping:
             self._thread.start()
-
-    def _make_marks(self, reason: str) -> Marks:
-        fresh = min(STATE_SECONDS, self._timeout / 2)
-        return Marks(reason, self._ask, self._bulletin, self._rank, self._ranks, fresh, self.clock.now)
 
     # -- from the main thread
 
     def propose(self, failure: PeerFailure) -> PeerFailure:
         """Propose a verdict and return the one that stands."""
-        if self.verdict is None and self._stopping:
-            self.verdict = failure
-        if self.verdict is None:
+        if self.verdict is None and not self._stopping:
             self._proposal = failure
             self._wake.set()
             begin = self.clock.now()
             while not self._decided.wait(self._beat) and self._may_be_decided(begin):
                 pass
-            if self.verdict is None:
-                self.verdict = failure
-        assert self.verdict is not None
-        return self.verdict
+        self.verdict = verdict = self.verdict or failure
+        return verdict
 
     def _may_be_decided(self, begin: float) -> bool:
         """Return whether the thread, on a machine that may be busy, is still about to find the verdict."""
@@ -147,13 +128,10 @@ class Watch:
 
     def without_store(self, error: Exception) -> PeerFailure | RunError:
         """Return what it means for the main thread that the store has gone: its host has, where a rank hosts it."""
-        if self.verdict is None:
-            lost = self.store_host.gone()
-            if lost is None:
-                return RunError(f"the process group's store is gone, so ranks cannot meet ({error}); rebuild the group")
-            self.propose(lost)
-        assert self.verdict is not None
-        return after_loss(self.verdict)
+        lost = self.verdict or self.store_host.gone()
+        if lost is None:
+            return RunError(f"the process group's store is gone, so ranks cannot meet ({error}); rebuild the group")
+        return after_loss(self.propose(lost))
 
     def find_culprit(self, peer: int) -> PeerFailure | None:
         """Make all ranks report for whom they wait: a wait for this peer has failed, and it may not be to blame."""
@@ -186,7 +164,6 @@ class Watch:
             self.free_device()
 
     def close(self) -> None:
-        """End the threads."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join(DECISION_SECONDS)
@@ -222,12 +199,8 @@ class Watch:
                 except NoAnswer:
                     verdict = self._without_store()
                 except Tampered as error:
-                    verdict = PeerFailure(
-                        self._rank,
-                        f"the store of the process group holds a {error} {STRANGER}",
-                    )
-                    with suppress(Exception):
-                        # Whoever wrote it did not announce it: the others would not look.
+                    verdict = PeerFailure(self._rank, f"the store of the process group holds a {error} {STRANGER}")
+                    with suppress(Exception):  # Whoever wrote it did not announce it: the others would not look.
                         self._bulletin.tell_of_note()
                 except Exception:
                     gone = self.clock.now()
@@ -235,10 +208,10 @@ class Watch:
                 verdict = self._after_store(gone)
                 if verdict is not None:  # The verdict is of a rank that has left because this one stood still.
                     verdict = self._own_stop() or verdict
+            elif verdict is not None:
+                with suppress(Exception):
+                    self._hand_on(verdict)
             if verdict is not None:
-                if gone is None:
-                    with suppress(Exception):
-                        self._hand_on(verdict)
                 self._conclude(verdict)
 
     def _hand_on(self, verdict: PeerFailure) -> None:
@@ -248,19 +221,18 @@ class Watch:
         have answered the alarm are alive: on a busy machine they may take longer, and are waited for.
         """
         self._bulletin.tell_read()
-        if self.store_host.is_here:
-            others = [rank for rank in range(self._ranks) if rank != verdict.rank]
-            alive = self._bulletin.states(others).keys()
-            begin, seconds = self.clock.now(), 0.0
-            while seconds < MOST_SECONDS:
-                if self._bulletin.have_read(others if seconds < STORE_SECONDS else alive):
-                    break
-                self.clock.sleep(self._beat / 10)
-                seconds = self.clock.now() - begin
+        if not self.store_host.is_here:
+            return
+        others = [rank for rank in range(self._ranks) if rank != verdict.rank]
+        alive = self._bulletin.states(others).keys()
+        begin, seconds = self.clock.now(), 0.0
+        while seconds < MOST_SECONDS and not self._bulletin.have_read(others if seconds < STORE_SECONDS else alive):
+            self.clock.sleep(self._beat / 10)
+            seconds = self.clock.now() - begin
 
     def _conclude(self, verdict: PeerFailure) -> None:
-        # The order matters: the main thread sets `waiting` and then reads `verdict`, so that it
-        # either sees the verdict or is seen waiting. Other groups are told before it is freed: it may leave at once.
+        # The order matters: the main thread sets `waiting` and then reads `verdict`, so that it either sees the verdict
+        # or is seen waiting. Other groups are told before it is freed: it may leave at once.
         self.verdict = verdict = placed(verdict, self.axes)
         self.ended(verdict)
         self._decided.set()
@@ -292,21 +264,16 @@ class Watch:
         if not self.news and (has_notes or self._announced is not None):
             self._read_news()
         self._overdue.in_other_group.tell(self.leave_other_group is not None or self.waits_in_other_group())
-        self._overdue.compiling.tell(is_compiling())
+        self._overdue.compiling.tell(COMPILATIONS.is_under_way())
         waiting, proposal = self._awaited(), self._proposal or self._lost_by_device()
         if proposal is not None:
             proposal = self._own_stop() or proposal
-        mine: Alarm | None = None
-        if proposal is not None:
-            mine = Alarm(self._rank, waiting, proposal)
-        elif (apart := self._compare_calls(waiting)) is not None:
-            mine = Alarm(self._rank, waiting, apart, heard=True)
-        elif self._overdue(waiting):
-            mine = Alarm(self._rank, waiting, None)
-        if mine is not None:
-            self._bulletin.raise_alarm(mine)
+        apart = self._compare_calls(waiting) if proposal is None else None
+        raises = proposal is not None or apart is not None or self._overdue(waiting)
+        if raises:
+            self._bulletin.raise_alarm(Alarm(self._rank, waiting, proposal or apart, heard=apart is not None))
             self._call_others()
-        alarm = self._bulletin.alarm() if has_notes or mine is not None else None
+        alarm = self._bulletin.alarm() if has_notes or raises else None
         if alarm is not None:
             self._alarmed = alarm.failure
             return self._arbitration.verdict(alarm, self.own.state(waiting))

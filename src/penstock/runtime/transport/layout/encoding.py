@@ -1,10 +1,10 @@
 """A layout, and the plain values of a message, as bytes.
 
 Layouts travel as plain values (see `plain`), of which reading makes nothing but what is registered: containers that
-this process has registered with torch's pytree too, and named tuples that it knows. The values beside the tensors are
-whatever the user's stage passes. Those that are plain travel so; the others, such as an enum or an object, are pickled,
-as torch's own object collectives do, with the code of the run's secret. Without a secret, a pickle is read only where
-the kernel says that its sender is a process of the same user; torch.distributed knows nothing of its peers.
+this process has registered with torch's pytree too, and named tuples that it knows. The values beside the tensors that
+are plain travel so; the others, such as an enum or an object, are pickled, as torch's own object collectives do, with
+the code of the run's secret. Without a secret, a pickle is read only where the kernel says that its sender is a process
+of the same user; torch.distributed knows nothing of its peers.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Content(NamedTuple):
 
 
 def dump(content: Content) -> bytes:
-    """As text for the peer."""
+    """Write it as text for the peer."""
     slots = [None if slot is None else tuple(slot) for slot in content.slots]
     return plain.dumps((_NAMES[content.form], _take_down(content.spec), slots, content.plain, content.device_link))
 
 
 def load(text: bytes, is_known: bool) -> Content:
-    """From the text that a peer sent; only one that is known to be of this run, or of this user, may send pickles."""
+    """Read the text of a peer; only one that is known to be of this run, or of this user, may send pickles."""
     try:
         form, spec, slots, values, device_link = plain.loads(text)
         made = tuple(None if slot is None else _slot(*slot) for slot in slots)
@@ -61,7 +61,7 @@ def load(text: bytes, is_known: bool) -> Content:
 
 
 def is_pickled(content: Content) -> bool:
-    """Whether something of it has no plain form."""
+    """Return whether something of it has no plain form."""
     return content.plain[:1] == _PICKLED or _has_pickle(content.spec)
 
 
@@ -83,14 +83,12 @@ def _slot(shape: Any, dtype: Any, requires_grad: Any, device: Any, stride: Any, 
 
 
 def dump_plain(values: Sequence[Any]) -> bytes:
-    """The plain values as bytes, which compare as Python's `==` does not (1, 1.0 and True; nan)."""
-    if all(value is None for value in values):
-        return b""
-    return _dump_value(list(values))
+    """Write the plain values as bytes, which compare as Python's `==` does not (1, 1.0 and True; nan)."""
+    return b"" if all(value is None for value in values) else _dump_value(list(values))
 
 
 def load_plain(content: bytes) -> list[Any]:
-    """The plain values again."""
+    """Read the plain values again."""
     found: list[Any] = _load_value(content)
     return found
 
@@ -118,7 +116,7 @@ def _load_value(content: bytes) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it comes back as it was: exactly of these types, and not of one that is derived from them."""
+    """Return whether it comes back as it was: exactly of these types, and not of one that is derived from them."""
     kind = type(value)
     if kind in _SIMPLE:
         return True
@@ -131,7 +129,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _take_down(spec: Any) -> Any:
-    """A tree spec as plain values."""
+    """Write a tree spec as plain values."""
     if spec is None or spec.type is None:
         return None
     context = {"type": _name(spec.context)} if isinstance(spec.context, type) else {"value": _dump_value(spec.context)}
@@ -156,7 +154,7 @@ def _name(kind: type) -> str:
 
 
 def _known_type(name: str) -> type:
-    """A named tuple, or a registered container, that this process has loaded; nothing is imported for it."""
+    """Find a named tuple, or a registered container, that this process has loaded; nothing is imported for it."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):

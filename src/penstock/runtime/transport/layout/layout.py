@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -29,17 +29,9 @@ from penstock.errors import UsageError
 from penstock.runtime.state.memory_layout import LINE, more_than_numbers, once
 from penstock.runtime.transport.layout import encoding
 from penstock.runtime.transport.layout.encoding import Content
-from penstock.runtime.transport.layout.tensor_places import (
-    HEADER_BYTES,
-    Copy,
-    Slot,
-    arrange,
-    slots_of,
-    view,
-)
+from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES, Copy, Slot, arrange, slots_of, view
 
 SPARE_FRAMES = 8  # kept for reuse, of each layout
-
 _FLAT = {Tensor, type(None)}
 
 
@@ -80,7 +72,7 @@ class Layout:
         self.content = content
         self.form: Any  # what the value is where it is simple: `Tensor`, `tuple` or `list`
         self.form, self.spec, self.slots, self.plain, _ = content
-        # the sender's text on both ends: equal values need not pickle to equal bytes
+        # Both ends have the sender's text: equal values need not pickle to equal bytes.
         self.text = encoding.dump(content) if text is None else text
         self.checksum = zlib.crc32(self.text)
         self.regions, self.frame_bytes, self.device_bytes = arrange(self.slots, content.device_link, all_packed)
@@ -90,7 +82,8 @@ class Layout:
         self.copies = [copy for region in in_frame for copy in region.copies]
         self.payload_bytes = sum(region.carried for region in self.regions)
         self.on_cpu = all(slot is None or slot.device == "cpu" for slot in self.slots)
-        self.spread = any(region.spread for region in self.regions)
+        # Whether the value can be built before its bytes have come: they need not be copied then.
+        self.in_place = self.on_cpu and not any(region.spread for region in self.regions)
         self.lone = self._lone()
         self._sizes = [region.nbytes for region in self.regions]
         self._tensors = [slot for slot in self.slots if slot is not None]
@@ -106,15 +99,15 @@ class Layout:
         self.spare: deque[Frame] = deque(maxlen=SPARE_FRAMES)  # frames whose last send is done
 
     def _lone(self) -> Slot | None:
-        """For the quick way: one small tensor, bare or as the only entry of a flat list (as gradients are)."""
+        """Return the one small tensor, bare or in a flat list (as gradients are), for which there is a quick way."""
         slot = self.slots[0] if self.form is not None and len(self.slots) == 1 else None
-        if slot is None or not self.on_cpu or self.directs or self.spread or 0 in slot.stride or not self.payload_bytes:
+        if slot is None or not self.in_place or self.directs or 0 in slot.stride or not self.payload_bytes:
             return None
         return slot
 
     @classmethod
     def of(cls, leaves: Leaves, device_link: bool) -> Layout:
-        """The layout of this value. With `device_link`, tensors off the CPU travel on a link of their own."""
+        """Make the layout of this value. With `device_link`, tensors off the CPU travel on a link of their own."""
         tensors = [leaf for leaf in leaves.items if isinstance(leaf, Tensor)]
         for tensor in tensors:
             _check_sendable(tensor)
@@ -124,17 +117,17 @@ class Layout:
 
     @classmethod
     def load(cls, text: bytes, is_known: bool) -> Layout:
-        """From the text that a peer sent; `is_known`: it has shown that it is of this run, or of this user."""
+        """Read the text that a peer sent; `is_known`: it has shown that it is of this run, or of this user."""
         return cls(encoding.load(text, is_known), text)
 
     def all_packed(self) -> Layout:
-        """The same value with nothing direct: how the first message of a new layout travels, in one piece."""
+        """Lay the same value out in one piece, with nothing direct, as the first message of a new layout travels."""
         return Layout(self.content, self.text, all_packed=True) if self.directs else self
 
     # -- with the sender
 
     def fits(self, value: Any) -> Sequence[Any] | None:
-        """The leaves of the value if it looks like this, so that only its bytes need to travel; else None."""
+        """Return the leaves of the value if it looks like this, so that only its bytes need to travel; else None."""
         form, kind, spec = self.form, type(value), None
         if form is Tensor:
             items: Sequence[Any] = (value,)
@@ -161,11 +154,11 @@ class Layout:
         if len(addresses) > 1 and not self._overlap_alike(addresses, items):
             return None
         if form is not None:
-            return items  # its only plain values are None
+            return items  # Its only plain values are None.
         return items if spec == self.spec and _dump_plain(items, self.slots) == self.plain else None
 
     def _overlap_alike(self, addresses: Sequence[int], items: Sequence[Any]) -> bool:
-        """Whether those tensors overlap that do so here, in the same way, and no others."""
+        """Return whether those tensors overlap that do so here, in the same way, and no others."""
         if len(self.regions) < len(addresses):
             starts: dict[int, int] = {}
             for address, slot in zip(addresses, self._tensors, strict=True):
@@ -183,7 +176,7 @@ class Layout:
         return True
 
     def take_frame(self) -> Frame:
-        """A packing buffer that no send is using."""
+        """Return a packing buffer that no send is using."""
         return self.spare.pop() if self.spare else Frame(self.frame_bytes, self.copies)
 
     def pack(self, leaves: Sequence[Any], frame: Frame) -> list[tuple[Tensor, Tensor | None]]:
@@ -210,21 +203,15 @@ class Layout:
     # -- with the receiver
 
     def blank_on_device(self, device: torch.device) -> Tensor:
-        """Memory for what travels by the device's link."""
+        """Allocate memory for what travels by the device's link."""
         if len(self.on_link) == 1:
             return self.on_link[0].make_carrier(device)
         return torch.empty(self.device_bytes, dtype=torch.uint8, device=device)
 
-    def build_ahead(self, frame: Tensor, directs: Sequence[Tensor], device: torch.device | None) -> tuple[Any, bool]:
-        """The value before its bytes have come, and whether it can be made: not if they must then be copied."""
-        if self.spread or not self.on_cpu:
-            return None, False
-        return self.build(frame, directs, device), True
-
     def build(
         self, frame: Tensor, directs: Sequence[Tensor], device: torch.device | None, payload: Tensor | None = None
     ) -> Any:
-        """The value whose bytes are, or will be, in the frame, in messages of their own and in the device's payload."""
+        """Make the value whose bytes are, or will be, in the frame, in messages of their own and in the payload."""
         lone = self.lone
         if lone is not None:
             blank = torch.empty(0, dtype=lone.dtype, device="cpu")
@@ -266,21 +253,8 @@ def _fills(leaf: Any, slot: Slot) -> bool:
     )
 
 
-class Book:
-    """One object for equal layouts, so that they share their packing buffers; it lives while an end predicts by it."""
-
-    def __init__(self) -> None:
-        self._layouts: WeakValueDictionary[bytes, Layout] = WeakValueDictionary()
-
-    def intern(self, text: bytes, make: Callable[[], Layout]) -> Layout:
-        """The layout of this text."""
-        layout = self._layouts.get(text)
-        if layout is None:
-            layout = self._layouts[text] = make()
-        return layout
-
-    def clear(self) -> None:
-        self._layouts.clear()
+# One object for equal layouts, by their text, so that they share packing buffers; it lives while an end predicts by it.
+Book = WeakValueDictionary[bytes, Layout]
 
 
 def _dump_plain(items: Sequence[Any], slots: Sequence[Slot | None]) -> bytes:

@@ -1,11 +1,10 @@
 """Where the tensors of a message lie: with their sender, under way, and with whoever receives them.
 
-They arrive as they lay: same strides, same place in a cache line, and those that overlap overlap (see `memory`). A
+They arrive as they lay: same strides, same place in a cache line, and those that overlap overlap (`memory_layout`). A
 region, the memory of one tensor or of several that overlap, travels as it is where it has no gaps: in the frame, or,
-from `DIRECT_BYTES` on, as a message of its own from and into its final memory; or with all others on its device, by
-the device's link. Of a region with gaps (a column of a
-matrix) the elements travel close together and are spread when they have come. All of this follows from the slots, so
-that both ends agree without another word.
+from `DIRECT_BYTES` on, as a message of its own from and into its final memory; or with all others on its device, by the
+device's link. Of a region with gaps (a column of a matrix) the elements travel close together and are spread when they
+have come. All of this follows from the slots, so that both ends agree without another word.
 """
 
 from __future__ import annotations
@@ -31,31 +30,31 @@ class Slot(NamedTuple):
     requires_grad: bool
     device: str  # the type: each end knows its own index
     stride: tuple[int, ...]
-    phase: int  # where in a cache line it starts
+    phase: int  # bytes from the start of a cache line
     region: int
-    start: int  # in bytes from the start of the region
+    start: int  # bytes from the start of the region
 
 
 class Copy(NamedTuple):
     """The elements of one tensor, as they lie under way; those of an expanded dimension once."""
 
-    leaf: int  # its place in the value
+    leaf: int  # The tensor's place in the value.
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int  # in bytes from the start of what carries them: the frame, or a message of their own
+    offset: int  # bytes from the start of what carries them: the frame, or a message of their own
 
 
 class PlacedRegion(NamedTuple):
     """One region: its memory with the receiver, and what carries its content there."""
 
-    slots: dict[int, Slot]  # by the tensor's place in the value
+    slots: dict[int, Slot]  # Indexed by the tensor's place in the value.
     nbytes: int
     phase: int
-    spread: bool  # its elements lie close together under way
-    direct: bool  # it has a message of its own
-    on_link: bool  # it is on the device and travels by a device's link
-    offset: int  # in bytes from the start of what carries it
+    spread: bool  # Its elements lie close together under way.
+    direct: bool  # It has a message of its own.
+    on_link: bool  # It travels by a device's link.
+    offset: int  # bytes from the start of what carries it
     carried: int  # bytes
     copies: list[Copy]
 
@@ -70,7 +69,7 @@ class PlacedRegion(NamedTuple):
         return len(self.slots) == 1 and not self.direct and not self.spread and self.device == "cpu"
 
     def take(self, leaves: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-        """The bytes of its own message, and the tensor in whose memory they still are, if they are not copied."""
+        """Return the bytes of its own message, and the tensor in whose memory they are, if they are not copied."""
         first = next(leaf for leaf, slot in self.slots.items() if not slot.start)
         tensor = leaves[first].detach()
         if not (self.spread or tensor.is_conj() or tensor.is_neg()):
@@ -85,11 +84,11 @@ class PlacedRegion(NamedTuple):
         return _octets(resolved, self.nbytes), None
 
     def make_carrier(self, device: torch.device | None = None) -> Tensor:
-        """The memory that its own message is received into: the final one, where it has not yet to be spread."""
+        """Allocate what its own message is received into: its final memory, where it has not yet to be spread."""
         return blank((self.carried,), (1,), torch.uint8, 0 if self.spread else self.phase, device)
 
     def settle(self, carrier: Tensor, device: torch.device | None) -> dict[int, Tensor]:
-        """Its tensors, by their places in the value: in the memory that carries them, or in memory of their own."""
+        """Make its tensors, by their places in the value, in the memory that carries them or in their own."""
         moves = device is not None and carrier.is_cpu and self.device != "cpu"
         if not (self.spread or moves):
             return self._members(carrier, self.offset)
@@ -114,25 +113,26 @@ class PlacedRegion(NamedTuple):
 
 
 def view(carrier: Tensor, copy: Copy) -> Tensor:
-    """Where the elements lie under way."""
+    """View the elements as they lie under way."""
     return _at(carrier, copy.dtype, copy.shape, copy.stride, copy.offset)
 
 
 def _at(memory: Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """A tensor at that byte of the memory. `set_` makes it no view in the eyes of autograd."""
+    """Make a tensor at that byte of the memory. `set_` makes it no view in the eyes of autograd."""
     start = (memory.storage_offset() + offset) // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), start, shape, stride)
 
 
 def _octets(tensor: Tensor, nbytes: int) -> Tensor:
-    """The memory from where the tensor starts, whatever its dtype: gloo and NCCL do not know them all."""
-    blank_ = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    """View the memory from where the tensor starts, whatever its dtype: gloo and NCCL do not know them all."""
     start = tensor.storage_offset() * tensor.element_size()
-    return blank_.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(), start, (nbytes,), (1,)
+    )
 
 
 def slots_of(leaves: Sequence[Tensor]) -> list[Slot]:
-    """How the tensors lie. One that stands for the conjugate or negative of its memory shares it with none."""
+    """Note how the tensors lie. One that stands for the conjugate or negative of its memory shares it with none."""
     alone = {
         place
         for place, leaf in enumerate(leaves)
@@ -150,7 +150,7 @@ def slots_of(leaves: Sequence[Tensor]) -> list[Slot]:
 
 
 def arrange(slots: Sequence[Slot | None], device_link: bool, all_packed: bool) -> tuple[list[PlacedRegion], int, int]:
-    """The regions of a message, the size of its frame, and of its payload on a device's link.
+    """Arrange the regions of a message; return them, the size of its frame, and of its payload on a device's link.
 
     With `device_link`, tensors off the CPU travel on a link of their own, all in one payload: that is their memory,
     where there is one, and else a packed copy. `all_packed`: nothing else is direct.
@@ -185,7 +185,11 @@ def _arrange_region(
     if len(slots) == 1:
         phase -= phase % first.dtype.itemsize  # memory of other libraries need not be aligned to its elements
     distinct = {slot[:2] + slot[4:]: leaf for leaf, slot in reversed(slots.items())}.values()
-    shapes = {leaf: _once(slots[leaf]) for leaf in distinct}
+    # An expanded dimension is copied once, see `memory_layout.once`.
+    shapes = {
+        leaf: tuple(size if step else min(size, 1) for size, step in zip(slot.shape, slot.stride, strict=True))
+        for leaf, slot in ((leaf, slots[leaf]) for leaf in distinct)
+    }
     spread = nbytes > sum(math.prod(shape) * slots[leaf].dtype.itemsize for leaf, shape in shapes.items())
     dense: list[Copy] = []
     carried = 0 if spread else nbytes
@@ -208,11 +212,6 @@ def _arrange_region(
     return PlacedRegion(slots, nbytes, phase, spread, direct, on_link, offset, carried, copies)
 
 
-def _once(slot: Slot) -> tuple[int, ...]:
-    """The shape of what there is to copy, see `memory.once`."""
-    return tuple(size if step else min(size, 1) for size, step in zip(slot.shape, slot.stride, strict=True))
-
-
 def whole_lines(size: int) -> int:
-    """So many bytes, or up to the end of the cache line."""
+    """Round so many bytes up to the end of a cache line."""
     return -(-size // LINE) * LINE

@@ -1,21 +1,18 @@
 """Shared memory in which messages lie: blocks, made by the rank that sends, mapped by the rank that receives.
 
-A block is anonymous memory (a memfd: it has no name, is not bound by the size of /dev/shm, and is gone
-when the last process that maps it is, however that ends). It holds one message at a time::
+A block is anonymous memory (a memfd: it has no name, is not bound by the size of /dev/shm, and is gone when the last
+process that maps it is, however that ends). It holds one message at a time::
 
     | state, 8 bytes | unused, to 64 | tensor | pad to 64 | tensor | ...      (a frame of `layout`)
 
-The sender sets the state to 1 before it tells of the message, and writes the block again only when the
-receiver has set it back to 0. The receiver computes on the memory itself: its tensors are made over a
-memoryview that nothing else holds, so that when the last of them dies, wherever it was kept (by a
-variable, by an autograd graph, as a gradient), the memoryview dies too, and its end is the word that
-gives the block back. No count is kept that could be wrong.
+The sender sets the state to 1 before it tells of the message, and writes the block again only when the receiver has set
+it back to 0. The receiver computes on the memory itself: its tensors are made over a memoryview that nothing else
+holds, so that when the last of them dies, wherever it was kept, the memoryview dies too, and its end gives the block
+back. No count is kept that could be wrong. That word is a plain store after plain loads of the data, seen by another
+process. x86-64 keeps these in order; machines that may not are not offered shared memory (see `meeting`).
 
-That word is a plain store after plain loads of the data, seen by another process. x86-64 keeps these in
-order; machines that may not are not offered shared memory (see `meeting`).
-
-Allocation is done by `posix_fallocate`: where memory is refused it says so then, and not later by a bus
-error under somebody's hands. The size is sealed for the same reason.
+`posix_fallocate` allocates: where memory is refused it says so then, and not later by a bus error under somebody's
+hands. The size is sealed for the same reason.
 """
 
 from __future__ import annotations
@@ -99,7 +96,6 @@ class OutBlock:
         self._layout: Layout | None = None
 
     def prepare(self, layout: Layout) -> None:
-        """Make it ready for a value of this layout."""
         if self._layout is not layout:
             self.frame, self._layout = Frame(layout.frame_bytes, layout.copies, self._tensor), layout
 
@@ -135,10 +131,7 @@ class BlockPool:
             blocks.append(block)
         block.step = step
         block.prepare(layout)
-        if layout.lone is not None:
-            block.frame.views[0].copy_(leaves[0].detach())
-        else:
-            layout.pack(leaves, block.frame)
+        layout.pack(leaves, block.frame)
         block.words[0] = USED
         return block
 

@@ -30,7 +30,7 @@ import select
 import socket
 import struct
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
 from time import monotonic
@@ -43,16 +43,14 @@ from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, 
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.interrupts import CTRL_C, DUE
 from penstock.runtime.transport.layout.layout import Layout
-from penstock.runtime.transport.shared_memory.blocks import BlockPool, InBlock, map_memory
+from penstock.runtime.transport.shared_memory.blocks import BlockPool, InBlock, allocate, map_memory
 
-DATA, FAILURE, THROUGH_DISTRIBUTED, BLOCK, RETIRED, LAYOUT, FORGET, FAILURE_TEXT, POSTS, EXCHANGE, WAKE, BYE = range(
-    1, 13
-)
+DATA, FAILURE, THROUGH_DISTRIBUTED, BLOCK, RETIRED, LAYOUT = range(1, 7)
+FORGET, FAILURE_TEXT, POSTS, EXCHANGE, WAKE, BYE = range(7, 13)
 
+# Kind; number of the block or the text; key: the checksum of all channels and which one of them, elsewhere that
+# checksum or a size; step; ordinal; microbatch; number of the layout, and its checksum.
 HEAD = struct.Struct("<IIQQIIII")
-# What its fields are. NUMBER: of the block, or of the text. KEY: the checksum of all channels, and which one of them;
-# of other packets, a size or that checksum.
-KIND, NUMBER, KEY, STEP, ORDINAL, MICROBATCH, LAYOUT_NUMBER, CHECKSUM = range(8)
 TEXT_BYTES = 32 * 1024  # The most bytes of a text in one packet.
 LAYOUTS = 128  # Each end remembers so many of the other's.
 NO_BLOCK = 0xFFFF_FFFF
@@ -69,8 +67,8 @@ class Gone(Exception):
     """The other end of the socket is closed."""
 
 
-Fields = tuple[int, ...]  # The fields of a head.
-Filed = tuple[Fields, Layout | None]
+# A message: its kind, number, step, ordinal, microbatch, and the checksum of its layout and that.
+Filed = tuple[int, int, int, int, int, int, Layout | None]
 
 
 class Connection:
@@ -80,17 +78,19 @@ class Connection:
         self.peer = peer
         self.gone = False
         self.left = False  # Set once it said goodbye.
-        self.pool = BlockPool(self._announce, lambda number: self.say(RETIRED, number))
+        self.pool = BlockPool(
+            lambda number, descriptor: self.say(BLOCK, number, 0, [descriptor]),
+            lambda number: self.say(RETIRED, number),
+        )
         self.queues: dict[int, deque[Filed]] = defaultdict(deque)  # Indexed by channel.
-        # By checksum of channels: what the peer has posted.
-        self.posts: dict[int, memoryview] = {}
+        self.posts: dict[int, memoryview] = {}  # By checksum of channels: what the peer has posted.
         self.blocks: dict[int, InBlock] = {}
         self.failures: dict[int, bytes] = {}
         self.exchanges: deque[tuple[int, bytes]] = deque()  # Exchanges with their steps.
         self._layouts: dict[int, Layout] = {}  # the peer's
         self._parts: dict[int, list[bytes]] = {}  # texts of which more is to come
         self._book: dict[bytes, tuple[int, Layout]] = {}  # this rank's layouts that the peer knows
-        self.kept: list[dict[int, tuple[int, Layout]] | deque[tuple[int, Layout]]] = []  # what ends of channels know
+        self.kept: list[deque[tuple[int, Layout]]] = []  # what ends of channels know of these
         self._texts = 0
         self._socket = connection
         self._wait_for_room = wait_for_room
@@ -100,42 +100,39 @@ class Connection:
 
     # -- out
 
-    def write(self, packet: bytes) -> None:
+    def write(self, packet: bytes, descriptors: Sequence[int] = ()) -> None:
         """Write one packet; wait where the socket is full."""
         while True:
             try:
-                self._socket.send(packet, socket.MSG_DONTWAIT)
+                if descriptors:
+                    socket.send_fds(self._socket, [packet], descriptors, socket.MSG_DONTWAIT)
+                else:
+                    self._socket.send(packet, socket.MSG_DONTWAIT)
                 return
             except BlockingIOError:
                 self._wait_for_room(self)
             except OSError as error:
+                if descriptors and not isinstance(error, ConnectionError):
+                    raise  # So many descriptors may not be under way.
                 self.gone = True
                 raise Gone from error
 
-    def say(self, kind: int, number: int = 0, key: int = 0) -> None:
+    def say(self, kind: int, number: int = 0, key: int = 0, descriptors: Sequence[int] = ()) -> None:
         """Send a packet that is not a message of a channel."""
-        self.write(HEAD.pack(kind, number, key, 0, 0, 0, 0, 0))
+        self.write(HEAD.pack(kind, number, key, 0, 0, 0, 0, 0), descriptors)
 
-    def _attach(self, kind: int, number: int, key: int, descriptor: int) -> None:
-        packet = HEAD.pack(kind, number, key, 0, 0, 0, 0, 0)
-        while True:
-            try:
-                socket.send_fds(self._socket, [packet], [descriptor], socket.MSG_DONTWAIT)
-                return
-            except BlockingIOError:
-                self._wait_for_room(self)
-            except (BrokenPipeError, ConnectionResetError) as error:
-                self.gone = True
-                raise Gone from error
+    def share_posts(self, channels_checksum: int, count: int) -> memoryview:
+        """Allocate words in which this rank counts its posted receives of a program, for the peer to read."""
+        descriptor = allocate(count * 8)
+        try:
+            with suppress(Gone):  # It has left; what it sent before is still to be read.
+                self.say(POSTS, 0, channels_checksum, [descriptor])
+            return map_memory(descriptor).cast("Q")
+        finally:
+            os.close(descriptor)
 
-    def _announce(self, number: int, descriptor: int) -> None:
-        self._attach(BLOCK, number, 0, descriptor)
-
-    def share_posts(self, channels_checksum: int, descriptor: int) -> None:
-        """Share where this rank counts the receives that it posts on that program's channels from the peer."""
-        self._attach(POSTS, 0, channels_checksum, descriptor)
-
-    def _write_text(self, kind: int, text: bytes, step: int = 0) -> int:
+    def write_text(self, kind: int, text: bytes, step: int = 0) -> int:
+        """Send a text of any length; return the number by which the peer can look it up."""
         self._texts += 1
         for start in range(0, max(1, len(text)), TEXT_BYTES):
             head = HEAD.pack(kind, self._texts, len(text), step, 0, 0, 0, 0)
@@ -151,16 +148,8 @@ class Connection:
                 for notes in self.kept:
                     notes.clear()
                 self.say(FORGET)
-            known = self._book[layout.text] = (self._write_text(LAYOUT, layout.text), layout)
+            known = self._book[layout.text] = (self.write_text(LAYOUT, layout.text), layout)
         return known
-
-    def write_failure(self, text: bytes) -> int:
-        """Return the number by which the peer can look up this text."""
-        return self._write_text(FAILURE_TEXT, text)
-
-    def write_exchange(self, step: int, text: bytes) -> None:
-        """Send what this rank reports at the end of that step."""
-        self._write_text(EXCHANGE, text, step)
 
     # -- in
 
@@ -171,24 +160,21 @@ class Connection:
             count, attached, _, _ = self._socket.recvmsg_into(self._buffers, _FD_SPACE, flags)
         except BlockingIOError:
             return False
-        # It left without reading everything; what it sent before is still to be read.
         except ConnectionResetError:
-            return True
+            return True  # It left without reading everything; what it sent before is still to be read.
         if count < HEAD.size:
             self.gone = True
             raise Gone
-        fields = HEAD.unpack_from(self._buffers[0])
-        kind = fields[KIND]
+        kind, number, key, step, ordinal, microbatch, layout, checksum = HEAD.unpack_from(self._buffers[0])
         if kind == DATA:
-            self.queues[fields[KEY]].append((fields, self._layouts[fields[LAYOUT_NUMBER]]))
+            self.queues[key].append((kind, number, step, ordinal, microbatch, checksum, self._layouts[layout]))
         elif kind in (FAILURE, THROUGH_DISTRIBUTED):
-            self.queues[fields[KEY]].append((fields, None))
+            self.queues[key].append((kind, number, step, ordinal, microbatch, checksum, None))
         else:
-            self._note(fields, bytes(self._buffers[0][HEAD.size : count]), _descriptors(attached))
+            self._note(kind, number, key, step, bytes(self._buffers[0][HEAD.size : count]), _descriptors(attached))
         return True
 
-    def _note(self, fields: Fields, tail: bytes, descriptors: list[int]) -> None:
-        kind, number, key = fields[:3]  # The `key` of a text is its length.
+    def _note(self, kind: int, number: int, key: int, step: int, tail: bytes, descriptors: list[int]) -> None:
         try:
             if kind == BLOCK:
                 self.blocks[number] = InBlock(self._map(descriptors))
@@ -206,13 +192,13 @@ class Connection:
         elif kind in (LAYOUT, FAILURE_TEXT, EXCHANGE):
             parts = self._parts.setdefault(number, [])
             parts.append(tail)
-            if sum(map(len, parts)) < key:
+            if sum(map(len, parts)) < key:  # the length of the text
                 return
             text = b"".join(self._parts.pop(number))
             if kind == LAYOUT:
                 self._layouts[number] = Layout.load(text, is_known=True).all_packed()
             elif kind == EXCHANGE:
-                self.exchanges.append((fields[STEP], text))
+                self.exchanges.append((step, text))
             else:
                 self.failures[number] = text
 
@@ -220,7 +206,7 @@ class Connection:
         """Map the memory that came with a packet; the sender counts on it, so there is no way on without."""
         try:
             if not descriptors:
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # the kernel dropped it
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # The kernel dropped it.
             return map_memory(descriptors[0])
         except OSError as error:
             raise MessageError(
@@ -237,10 +223,8 @@ class Connection:
             with suppress(OSError):
                 self._socket.send(HEAD.pack(BYE, 0, 0, 0, 0, 0, 0, 0), socket.MSG_DONTWAIT)
             self._socket.close()
-        self.pool.clear()
-        self.blocks.clear()
-        self.queues.clear()
-        self.posts.clear()
+        for held in (self.pool, self.blocks, self.queues, self.posts):
+            held.clear()
 
 
 class Connections(dict[int, Connection]):
@@ -252,8 +236,7 @@ class Connections(dict[int, Connection]):
     def __init__(self, rank: int, watch: Watch) -> None:
         super().__init__()
         self.busy_with: tuple[Channel | None, int] = (None, -1)
-        self._rank = rank
-        self._watch = watch
+        self._rank, self._watch = rank, watch
 
     def wait(
         self, connection: Connection, channel: Channel | None, microbatch: int, done: Callable[[], object]
@@ -303,25 +286,21 @@ class Connections(dict[int, Connection]):
                     raise copy(self._watch.propose(lost)) from None
 
     def put_exchange(self, peer: int, step: int, body: bytes) -> None:
-        """Send what this rank reports at the end of that step."""
         self.busy_with = None, -1
         try:
-            self[peer].write_exchange(step, body)
+            self[peer].write_text(EXCHANGE, body, step)
         except Gone:
             self.lose(Waiting(peer, None, -1, monotonic(), self._watch.own.reason))
 
     def has_exchange(self, peer: int, step: int) -> bool:
         """Return whether the peer's report at the end of that step is here. Waits for nobody."""
         connection = self[peer]
-        try:
+        with suppress(Gone):  # Whoever waits for it will find out.
             while not connection.exchanges and connection.read(False):
                 pass
-        except Gone:
-            pass  # Whoever waits for it will find out.
         return bool(connection.exchanges) and connection.exchanges[0][0] == step
 
     def get_exchange(self, peer: int) -> tuple[int, bytes]:
-        """Return the step that the peer ends, and its report."""
         exchanges = self[peer].exchanges
         if not exchanges:
             self.wait(self[peer], None, -1, exchanges.__len__)

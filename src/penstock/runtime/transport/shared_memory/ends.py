@@ -1,21 +1,20 @@
 """The ends of channels between ranks on one host.
 
-A message may be sent when fewer than `ahead` messages of its channel are under way beyond those whose
-receives are posted. The receiver counts its posts in words that the sender can read, so that costs neither
-of them a call, and a sender waits for nothing but posts: that is less than the proof of a program allows
-(there a send ends only when its very receive is posted). Blocks never make a sender wait: where all are in
-use another is made, and where memory is refused the message goes through torch.distributed, announced in its turn.
+A message may be sent when fewer than `ahead` messages of its channel are under way beyond those whose receives are
+posted. The receiver counts its posts in words that the sender can read, so that costs neither of them a call, and a
+sender waits for nothing but posts: that is less than the proof of a program allows (there a send ends only when its
+very receive is posted). Blocks never make a sender wait: where all are in use another is made, and where memory is
+refused the message goes through torch.distributed, announced in its turn.
 """
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any
 
 from penstock.errors import PeerFailure
 from penstock.runtime.messages import plain
@@ -27,27 +26,12 @@ from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import after_loss, failure_from
 from penstock.runtime.transport.interrupts import uninterrupted
 from penstock.runtime.transport.layout.layout import Layout, flatten
-from penstock.runtime.transport.shared_memory.blocks import allocate, build_plain, map_memory
-from penstock.runtime.transport.shared_memory.connection import (
-    CHECKSUM,
-    DATA,
-    FAILURE,
-    HEAD,
-    KIND,
-    MICROBATCH,
-    NO_BLOCK,
-    ORDINAL,
-    STEP,
-    THROUGH_DISTRIBUTED,
-    WAKE,
-    Connection,
-    Connections,
-    Filed,
-    Gone,
-)
+from penstock.runtime.transport.shared_memory import connection as pair
+from penstock.runtime.transport.shared_memory.blocks import build_plain
+from penstock.runtime.transport.shared_memory.connection import Connections, Filed, Gone
 
-# A channel tries so many, after the one of that place in the last step, before it makes a new one.
-RECENT_LAYOUTS = 4
+# A channel tries so many, those used last first, before it makes a new one.
+RECENT_LAYOUTS = 16
 _SENDER_WAITS = 0  # the first word: the sender sleeps until another receive is posted
 
 
@@ -59,18 +43,16 @@ class SharedIncoming(QueuedIncoming[Filed]):
         through_distributed: DistributedIncoming,
         connections: Connections,
         transfers: BackendTransfers,
-        key: int,
+        number: int,
+        channels_checksum: int,
         words: memoryview,
-        place: int,
     ) -> None:
         super().__init__(through_distributed.channel)
         self._distributed = through_distributed
-        self._connections = connections
+        self._connections, self._transfers = connections, transfers
         self._connection = connections[through_distributed.channel.source_rank]
-        self._transfers = transfers
-        self._queue = self._connection.queues[key]
-        self._words = words
-        self._place = place
+        self._queue = self._connection.queues[channels_checksum << 16 | number]
+        self._words, self._place = words, number + 1
         self._total = 0  # posted so far
 
     @uninterrupted
@@ -85,7 +67,7 @@ class SharedIncoming(QueuedIncoming[Filed]):
         if words[_SENDER_WAITS]:
             words[_SENDER_WAITS] = 0
             with suppress(Gone):  # Whoever waits for it will see.
-                self._connection.say(WAKE)
+                self._connection.say(pair.WAKE)
         self.posted[microbatch] = None
         self.count += 1
 
@@ -93,23 +75,24 @@ class SharedIncoming(QueuedIncoming[Filed]):
     def receive(self, microbatch: int) -> Any:
         due = self.due
         if due and due[0] == microbatch:  # the next to come, as nearly always: nothing has to be kept for others
-            (kind, place, *_), layout = self._next(microbatch, self.count - len(due), microbatch)
+            filed = self._next(microbatch, self.count - len(due), microbatch)
             del self.posted[due.popleft()]
         else:
-            (kind, place, *_), layout = self._take(microbatch)
+            filed = self._take(microbatch)
+        kind, place, layout = filed[0], filed[1], filed[6]
         if layout is not None:
-            return build_plain(layout) if place == NO_BLOCK else self._connection.blocks[place].build(layout)
-        if kind == THROUGH_DISTRIBUTED:
+            return build_plain(layout) if place == pair.NO_BLOCK else self._connection.blocks[place].build(layout)
+        if kind == pair.THROUGH_DISTRIBUTED:
             return self._distributed.receive(microbatch)
         raise self._failure(place)
 
     def discard(self, microbatch: int) -> PeerFailure | None:
-        (kind, place, *_), _ = self._take(microbatch)
-        if kind == THROUGH_DISTRIBUTED:
+        kind, place, *_ = self._take(microbatch)
+        if kind == pair.THROUGH_DISTRIBUTED:
             return self._distributed.discard(microbatch)
-        if kind == DATA and place != NO_BLOCK:
+        if kind == pair.DATA and place != pair.NO_BLOCK:
             self._connection.blocks[place].drop()
-        return self._failure(place) if kind == FAILURE else None
+        return self._failure(place) if kind == pair.FAILURE else None
 
     def _failure(self, number: int) -> PeerFailure:
         return failure_from(self._connection.failures.pop(number), self._connection.peer)
@@ -118,25 +101,17 @@ class SharedIncoming(QueuedIncoming[Filed]):
         if not self._queue:
             self._connections.wait(self._connection, self.channel, wanted, self._queue.__len__)
         filed = self._queue.popleft()
-        fields, layout = filed
-        if (
-            fields[MICROBATCH] != expected
-            or fields[ORDINAL] != ordinal
-            or fields[STEP] != self._transfers.exchanges
-            or (layout is not None and layout.checksum != fields[CHECKSUM])
-        ):
-            self._refuse_filed(expected, ordinal, filed)
-        if fields[KIND] == THROUGH_DISTRIBUTED:
+        kind, _, step, its_ordinal, microbatch, checksum, layout = filed
+        is_other = layout is not None and layout.checksum != checksum
+        if microbatch != expected or its_ordinal != ordinal or step != self._transfers.exchanges or is_other:
+            came = name_message(microbatch, its_ordinal, step)
+            if layout is not None and is_other:
+                came += f" in another layout (checksum {checksum:#x}, not {layout.checksum:#x})"
+            due = name_message(expected, ordinal, self._transfers.exchanges)
+            self._refuse(self._transfers.abort, expected, due, came)
+        if kind == pair.THROUGH_DISTRIBUTED:
             self._distributed.post(expected)
         return filed
-
-    def _refuse_filed(self, expected: int, ordinal: int, filed: Filed) -> NoReturn:
-        fields, layout = filed
-        text = name_message(fields[MICROBATCH], fields[ORDINAL], fields[STEP])
-        if layout is not None and layout.checksum != fields[CHECKSUM]:
-            text += f" in another layout (checksum {fields[CHECKSUM]:#x}, not {layout.checksum:#x})"
-        due = name_message(expected, ordinal, self._transfers.exchanges)
-        self._refuse(self._transfers.abort, expected, due, text)
 
     def end_step(self) -> None:
         self.count = self._distributed.count = 0
@@ -150,26 +125,21 @@ class SharedOutgoing(Outgoing):
         through_distributed: DistributedOutgoing,
         connections: Connections,
         transfers: BackendTransfers,
-        key: int,
+        number: int,
         channels_checksum: int,
-        place: int,
         ahead: int,
     ) -> None:
         super().__init__(through_distributed.channel)
         self._distributed = through_distributed
-        self._connections = connections
+        self._connections, self._transfers = connections, transfers
         self._connection = connections[through_distributed.channel.target_rank]
-        self._transfers = transfers
-        self._key = key
+        self._channels_checksum, self._key = channels_checksum, channels_checksum << 16 | number
+        self._place = number + 1
         self._total = 0  # sent so far
         self._sent_through_distributed = 0  # Counted within a step.
-        self._channels_checksum = channels_checksum
-        self._place = place
         self._ahead = self._allowed = ahead
-        # By place in the step: what was sent there last.
-        self._known: dict[int, tuple[int, Layout]] = {}
         self._recent: deque[tuple[int, Layout]] = deque(maxlen=RECENT_LAYOUTS)
-        self._connection.kept += [self._known, self._recent]
+        self._connection.kept.append(self._recent)
 
     @property
     def under_way(self) -> list[int]:
@@ -187,15 +157,17 @@ class SharedOutgoing(Outgoing):
             number, layout, leaves = self._match(value)
             if self._total >= self._allowed and not self._may_send():
                 self._connections.wait(connection, self.channel, microbatch, self._may_send)
-            kind, place = DATA, NO_BLOCK
+            kind, place = pair.DATA, pair.NO_BLOCK
             if layout.payload_bytes:
                 block = connection.pool.put(layout, leaves, step) if layout.on_cpu else None
                 if block is None:
                     self._send_through_distributed(microbatch, value)
-                    kind = THROUGH_DISTRIBUTED
+                    kind = pair.THROUGH_DISTRIBUTED
                 else:
                     place = block.number
-            connection.write(HEAD.pack(kind, place, self._key, step, self.count, microbatch, number, layout.checksum))
+            connection.write(
+                pair.HEAD.pack(kind, place, self._key, step, self.count, microbatch, number, layout.checksum)
+            )
         except Gone:
             self._connections.lose(Waiting(connection.peer, self.channel, microbatch, monotonic()))
         self._total += 1
@@ -206,8 +178,8 @@ class SharedOutgoing(Outgoing):
         connection, step = self._connection, self._transfers.exchanges
         self._connections.busy_with = self.channel, microbatch
         try:
-            number = connection.write_failure(plain.dumps(failure))
-            connection.write(HEAD.pack(FAILURE, number, self._key, step, self.count, microbatch, 0, 0))
+            number = connection.write_text(pair.FAILURE_TEXT, plain.dumps(failure))
+            connection.write(pair.HEAD.pack(pair.FAILURE, number, self._key, step, self.count, microbatch, 0, 0))
         except Gone:
             self._connections.lose(Waiting(connection.peer, self.channel, microbatch, monotonic()))
         self._total += 1
@@ -240,20 +212,17 @@ class SharedOutgoing(Outgoing):
 
     def _match(self, value: Any) -> tuple[int, Layout, Sequence[Any]]:
         """Return the layout of the value, known to the peer by a number, and the value's leaves."""
-        known = self._known.get(self.count)
-        if known is not None:
+        recent = self._recent
+        for known in recent:
             leaves = known[1].fits(value)
             if leaves is not None:
-                return *known, leaves
-        for known in self._recent:
-            leaves = known[1].fits(value)
-            if leaves is not None:
-                self._known[self.count] = known
+                if known is not recent[0]:
+                    recent.remove(known)
+                    recent.appendleft(known)
                 return *known, leaves
         taken = flatten(value)
         known = self._connection.introduce(Layout.of(taken, False).all_packed())
-        self._known[self.count] = known
-        self._recent.appendleft(known)
+        recent.appendleft(known)
         return *known, taken.items
 
     def flush(self) -> Sequence[int]:
@@ -266,14 +235,3 @@ class SharedOutgoing(Outgoing):
         if self._sent_through_distributed:
             self._sent_through_distributed = 0
             self._distributed.end_step()
-
-
-def share_posts(connection: Connection, channels_checksum: int, count: int) -> memoryview:
-    """Allocate words in which this rank counts its posted receives of a program, for the peer to read."""
-    descriptor = allocate(count * 8)
-    try:
-        with suppress(Gone):  # It has left; what it sent before is still to be read.
-            connection.share_posts(channels_checksum, descriptor)
-        return map_memory(descriptor).cast("Q")
-    finally:
-        os.close(descriptor)

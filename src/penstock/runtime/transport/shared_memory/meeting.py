@@ -1,11 +1,10 @@
 """How ranks on one host find each other: over the process group's store, then by Unix sockets.
 
-Each rank listens on a socket that only its own user reaches (`own_socket`), and puts its address into the store
-with a token and with where it is. Ranks are near if they run under the same kernel, network and process namespaces
-and user, on CPU tensors. Of two near ranks the higher one connects,
-and says in the store where that did not work; so both ends of a link always take the same way. Each end draws a
-number, and the other shows by a code of both numbers that it has the token and the run's secret. Whoever else
-knocks is another user, or cannot make the code, and is turned away.
+Each rank listens on a socket that only its own user reaches (`own_socket`), and puts its address into the store with a
+token and with where it is. Ranks are near if they run under the same kernel, network and process namespaces and user,
+on CPU tensors. Of two near ranks the higher one connects, and says in the store where that did not work; so both ends
+of a link always take the same way. Each end draws a number, and the other shows by a code of both numbers that it has
+the token and the run's secret. Whoever else knocks is another user, or cannot make the code, and is turned away.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from penstock.runtime.transport.shared_memory.blocks import allocate
 NONCE_BYTES = 32
 HELLO = struct.Struct(f"<I{NONCE_BYTES}s")
 LOOK_SECONDS = 0.02  # Between two looks at what others have done.
-# A process of the same user that has connected must show its code within this time.
-ANSWER_SECONDS = 20.0
+ANSWER_SECONDS = 20.0  # A process of the same user that has connected must show its code within this time.
 
 
 class Address(NamedTuple):
@@ -45,14 +43,6 @@ class Address(NamedTuple):
     bell: str  # the socket of that
     token: str
     device: str
-
-    @classmethod
-    def read(cls, name: str, text: bytes, rank: int) -> Address:
-        """Read it from the store, where it has this name, and to which anybody who reaches it can write."""
-        try:
-            return cls(*notes.read("place", name, text))
-        except notes.Tampered as error:
-            raise MessageError(f"under the place of rank {rank}, the store holds something {notes.STRANGER}") from error
 
     def apart(self, other: Address) -> str | None:
         """Return why two ranks cannot share memory, or None."""
@@ -73,11 +63,7 @@ def missing_here() -> str | None:
 
 
 def this_host() -> str:
-    """Return what is equal for processes that can pass descriptors to each other: one kernel, user, network and
-    processes.
-
-    Empty where there is no shared memory to be had at all.
-    """
+    """Return what is equal for processes that can pass descriptors to each other; empty where nobody can."""
     if missing_here() is not None:
         return ""
     try:
@@ -87,6 +73,14 @@ def this_host() -> str:
         return f"{boot} {' '.join(spaces)} {os.getuid()}"
     except OSError:
         return ""
+
+
+def read_note(kind: str, name: str, text: bytes) -> tuple[Any, ...]:
+    """Read what the store has under this name, to which anybody who reaches it can write."""
+    try:
+        return notes.read(kind, name, text)
+    except notes.Tampered as error:
+        raise MessageError(f"under {name}, the store holds something {notes.STRANGER}") from error
 
 
 class Meeting:
@@ -102,10 +96,8 @@ class Meeting:
         device: str,
         wait: Callable[[int, float], None],
     ) -> None:
-        self._store = store
-        self._prefix = prefix
-        self._rank = rank
-        self._wait = wait
+        self._store, self._prefix = store, prefix
+        self._rank, self._wait = rank, wait
         self._asker: Asker | None = None
         self._addresses: dict[int, Address] = {}
         self._accepted: dict[int, socket.socket] = {}
@@ -113,15 +105,18 @@ class Meeting:
         self._listener.listen(max(ranks, 8))
         self._listener.settimeout(LOOK_SECONDS)
         self.mine = Address(this_host(), self._listener.address, bell, secrets.token_hex(16), device)
-        store.set(self._key(f"place/{rank}"), notes.write(self._key(f"place/{rank}"), *self.mine))
+        self._write(f"place/{rank}", *self.mine)
 
     def address_of(self, rank: int) -> Address:
         """Return where a rank is; wait until it has reported that."""
         if rank == self._rank:
             return self.mine
         if rank not in self._addresses:
-            name = f"place/{rank}"
-            self._addresses[rank] = Address.read(self._key(name), self._read(name, rank), rank)
+            start = time.monotonic()
+            while (found := self._read("place", str(rank))) is None:
+                self._wait(rank, start)
+                time.sleep(LOOK_SECONDS / 10)
+            self._addresses[rank] = Address(*found)
         return self._addresses[rank]
 
     def neighbours(self) -> list[str]:
@@ -144,8 +139,7 @@ class Meeting:
         except OSError as error:
             connection.close()
             reason = f"rank {self._rank} cannot connect to rank {peer}: {error}"
-            name = self._key(f"apart/{peer}/{self._rank}")
-            self._store.set(name, notes.write(name, reason))
+            self._write(f"apart/{peer}/{self._rank}", reason)
             return reason
         return connection
 
@@ -190,18 +184,11 @@ class Meeting:
         while peer not in self._accepted:
             if self._take_caller():
                 continue
-            name = f"apart/{self._rank}/{peer}"
-            reason = self._peek(name)
+            reason = self._read("apart", f"{self._rank}/{peer}")
             if reason is not None:
-                return self._why(self._key(name), reason, peer)
+                return str(reason[0])
             self._wait(peer, start)
         return self._accepted.pop(peer)
-
-    def _why(self, name: str, text: bytes, peer: int) -> str:
-        try:
-            return str(notes.read("apart", name, text)[0])
-        except notes.Tampered as error:
-            raise MessageError(f"under the word of rank {peer}, the store holds something {notes.STRANGER}") from error
 
     def _take_caller(self) -> bool:
         """Let in whoever is a rank of the run; False if nobody called."""
@@ -219,16 +206,12 @@ class Meeting:
         connection.close()
         return True
 
-    def _read(self, name: str, rank: int) -> bytes:
-        start = time.monotonic()
-        while (found := self._peek(name)) is None:
-            self._wait(rank, start)
-            time.sleep(LOOK_SECONDS / 10)
-        return found
+    def _write(self, name: str, *parts: Any) -> None:
+        self._store.set(f"{self._prefix}/{name}", notes.write(f"{self._prefix}/{name}", *parts))
 
-    def _peek(self, name: str) -> bytes | None:
-        """Return what the store has under that name; if it does not answer, somebody is silent, see `watch`."""
-        start = time.monotonic()
+    def _read(self, kind: str, whose: str) -> tuple[Any, ...] | None:
+        """Return what the store has of that kind; if it does not answer, somebody is silent, see `watch`."""
+        start, name = time.monotonic(), f"{self._prefix}/{kind}/{whose}"
 
         def hopeless(_: float) -> bool:
             self._wait(self._rank, start)
@@ -236,16 +219,12 @@ class Meeting:
 
         if self._asker is None:
             self._asker = Asker(self._store, f"penstock-meeting-{self._rank}")
-        if not self._asker.ask("check", [self._key(name)], patience=LOOK_SECONDS, give_up=hopeless):
+        if not self._asker.ask("check", [name], patience=LOOK_SECONDS, give_up=hopeless):
             return None
-        found: bytes = self._asker.ask("get", self._key(name), patience=LOOK_SECONDS, give_up=hopeless)
-        return found
-
-    def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}"
+        return read_note(kind, name, self._asker.ask("get", name, patience=LOOK_SECONDS, give_up=hopeless))
 
     def rest(self) -> None:
-        """Stop the thread: all that was wanted has been found, for now."""
+        """Stop the thread that asks the store: all that was wanted has been found, for now."""
         if self._asker is not None:
             self._asker.close(1.0)
             self._asker = None

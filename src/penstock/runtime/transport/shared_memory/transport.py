@@ -1,37 +1,37 @@
 """Ranks are processes on one host: values travel through shared memory, and a Unix socket rings the bell.
 
-Through gloo's loopback a small message costs more than a hundred microseconds, most of it in threads that
-wake each other, and a large one is copied four times. Here a value is copied once, into a block of shared
-memory (`blocks`), one packet of 40 bytes tells of it (`connection`), and the receiver computes on the block itself.
-The packet says which step, channel, microbatch and layout it is, so every check of the other transports is
-made here too; and since it comes before the receiver needs to know a size, nothing has to be predicted.
+Through gloo's loopback a small message costs more than a hundred microseconds, most of it in threads that wake each
+other, and a large one is copied four times. Here a value is copied once, into a block of shared memory (`blocks`), one
+packet of 40 bytes tells of it (`connection`), and the receiver computes on the block itself. The packet says which
+step, channel, microbatch and layout it is, so every check of the other transports is made here too; and since it comes
+before the receiver needs to know a size, nothing has to be predicted.
 
-This is a `DistributedTransport` for all else: ranks on other hosts and tensors on other devices, link by
-link; the exchange that ends a step; and the question who is to blame (`watch`), where a socket that closes
-without a goodbye is what gloo's closed connection is there. A message for which no memory is to be had takes
-that way too, announced in its turn, so a link that runs out of memory goes on, only slower.
-
-Nothing here outlives the processes: neither the memory nor the sockets have a name (`own_socket`).
+This is a `DistributedTransport` for all else: ranks on other hosts and tensors on other devices, link by link; the
+exchange that ends a step; and the watch. A message for which no memory is to be had takes that way too, announced in
+its turn, so a link that runs out of memory goes on, only slower. Nothing here outlives the processes: neither the
+memory nor the sockets have a name (`own_socket`).
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.transport.channel import Channel, ChannelEnds, Incoming, Outgoing, channels_checksum
+from penstock.runtime.transport.distributed.exchange import COORDINATOR
 from penstock.runtime.transport.distributed.transport import DistributedTransport
 from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.shared_memory.connection import Connection, Connections
-from penstock.runtime.transport.shared_memory.ends import SharedIncoming, SharedOutgoing, share_posts
+from penstock.runtime.transport.shared_memory.ends import SharedIncoming, SharedOutgoing
 from penstock.runtime.transport.shared_memory.meeting import Meeting, missing_here
 
 AHEAD = 8  # messages of a channel that may be sent before their receives are posted
@@ -44,19 +44,19 @@ class SharedMemoryTransport(DistributedTransport):
     With `strict`, a link that cannot use shared memory is an error.
     """
 
+    max_sends = AHEAD
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
         timeout: float = 60.0,
         *,
-        max_sends: int = AHEAD,
-        coordinator: int = 0,
         device: torch.device | str | None = None,
         strict: bool = False,
     ) -> None:
         if strict and (missing := missing_here()) is not None:
             raise UsageError(f"transport='shared' does not work here: {missing}; leave transport= out")
-        super().__init__(group, timeout, max_sends=max_sends, coordinator=coordinator, device=device)
+        super().__init__(group, timeout, device=device)
         self._strict = strict
         self._connections = Connections(self.rank, self.watch)
         self._exchanger.sockets = self._connections
@@ -85,46 +85,48 @@ class SharedMemoryTransport(DistributedTransport):
 
     def _connect(self, channels: tuple[Channel, ...]) -> None:
         """Connect to every rank on this host that a channel, or the exchange, joins with this one."""
-        centre = self._exchanger.coordinator  # the exchange goes through it
         ends = [{channel.source_rank, channel.target_rank} for channel in channels]
         mine = {rank for pair in ends if self.rank in pair for rank in pair}
-        mine |= {centre} if self.rank != centre else set(range(self.ranks))
-        try:
+        mine |= {COORDINATOR} if self.rank != COORDINATOR else set(range(self.ranks))
+        with self._meeting_others():
             for rank in range(self.ranks):
                 self._meeting.address_of(rank)
             for peer in sorted(mine - {self.rank} - self._connections.keys() - self._apart.keys()):
                 self._join(peer)
+
+    @contextmanager
+    def _meeting_others(self) -> Iterator[None]:
+        try:
+            yield
         except dist.DistError as error:
             raise self.watch.without_store(error) from error
         finally:
             self.watch.waiting = None
             self._meeting.rest()
 
-    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds[Any, Any]:
+    def _make_ends(self, channels: tuple[Channel, ...], tag: int) -> ChannelEnds:
         self._connect(channels)
         self._links.connect(channels, without=self._connections)
         checksum = channels_checksum(channels)
         words: dict[int, memoryview] = {}  # Indexed by peer.
+        shared = self._connections, self._transfers
 
         def incoming(number: int, channel: Channel) -> Incoming:
             end, peer = self._make_incoming(tag, number, channel), channel.source_rank
             if peer not in self._connections:
                 return end
             if peer not in words:
-                words[peer] = share_posts(self._connections[peer], checksum, len(channels) + 1)
-            key = checksum << 16 | number
-            return SharedIncoming(end, self._connections, self._transfers, key, words[peer], number + 1)
+                words[peer] = self._connections[peer].share_posts(checksum, len(channels) + 1)
+            return SharedIncoming(end, *shared, number, checksum, words[peer])
 
         def outgoing(number: int, channel: Channel) -> Outgoing:
             if channel.target_rank not in self._connections:
-                return self._make_outgoing(tag, self._max_sends, number, channel)
+                return self._make_outgoing(tag, self.max_sends, number, channel)
             # The receive of a message that takes that way is posted where it is announced: no send may wait.
-            end, key = self._make_outgoing(tag, ANY_NUMBER, number, channel), checksum << 16 | number
-            return SharedOutgoing(
-                end, self._connections, self._transfers, key, checksum, number + 1, ahead=self._max_sends
-            )
+            end = self._make_outgoing(tag, ANY_NUMBER, number, channel)
+            return SharedOutgoing(end, *shared, number, checksum, self.max_sends)
 
-        return ChannelEnds.of(channels, self.rank, incoming, outgoing)
+        return ChannelEnds(channels, self.rank, incoming, outgoing)
 
     def _join(self, peer: int) -> None:
         reason = self._meeting.mine.apart(self._meeting.address_of(peer))
@@ -140,18 +142,13 @@ class SharedMemoryTransport(DistributedTransport):
 
     def describe_link(self, source: int, target: int) -> str:
         other = target if source == self.rank else source
-        try:
+        with self._meeting_others():
             reason = self._meeting.address_of(source).apart(self._meeting.address_of(target))
-        except dist.DistError as error:
-            raise self.watch.without_store(error) from error
-        finally:
-            self.watch.waiting = None
         if self.rank in (source, target) and reason is None:
             reason = self._apart.get(other)
-            connection = self._connections.get(other)
-            if connection is not None and connection.pool.refused is not None and source == self.rank:
-                reason = f"shared memory was refused: {connection.pool.refused.strerror}"
-        self._meeting.rest()
+            refused = self._connections[other].pool.refused if other in self._connections else None
+            if refused is not None and source == self.rank:
+                reason = f"shared memory was refused: {refused.strerror}"
         return "shared memory" if reason is None else f"{super().describe_link(source, target)}, {reason}"
 
     def close(self) -> None:

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.failure.blame import State
-from penstock.runtime.transport.failure.bulletin import Bulletin
-from penstock.runtime.transport.failure.notes import Alarm
+from penstock.runtime.transport.failure.notes import Alarm, Bulletin
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from transport_harness import run, values
 
 from penstock.runtime.transport.channel import Channel
-from penstock.runtime.transport.distributed.loop_threads import hold_back_loop_threads, loop_threads
+from penstock.runtime.transport.distributed.member import hold_back_loop_threads, loop_threads
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="policies of threads are Linux's")
 

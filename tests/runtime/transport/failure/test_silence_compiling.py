@@ -14,8 +14,8 @@ from transport_harness import run, values
 from transports import ON_PROCESSES
 
 from penstock.errors import PeerFailure
-from penstock.runtime.transport import compiling
 from penstock.runtime.transport.channel import Channel
+from penstock.runtime.transport.failure import silence
 
 CHANNELS = [Channel(0, 1, "F", 0, 1), Channel(1, 0, "B", 1, 0)]
 
@@ -28,10 +28,10 @@ def receives_late(transport: Any, told: bool) -> Any:
         transport.exchange(None)
         return value
     if told:
-        compiling._compilations._begin(None)
+        silence.COMPILATIONS.begin()
     time.sleep(2 * transport.timeout)
     if told:
-        compiling._compilations._end(None)
+        silence.COMPILATIONS.end()
     transport.send(1, 0, torch.ones(1))
     transport.flush()
     transport.exchange(None)  # it does not leave before the other has it
@@ -47,16 +47,15 @@ def test_a_rank_that_compiles_is_not_silent(kind: str, timeout: float) -> None:
 
 
 def test_a_rank_that_is_busy_with_anything_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "_compilations", compiling._Compilations())
+    monkeypatch.setattr(silence.COMPILATIONS, "_ended", float("-inf"))  # that of an earlier test
     error = run("threads", receives_late, timeout=0.2, told=False)[0].error
     assert isinstance(error, PeerFailure)
     assert "silent for 0.2 s" in str(error)
 
 
 def test_a_compilation_that_never_ends_is_no_excuse_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = compiling._Compilations()
-    monkeypatch.setattr(compiling, "_compilations", own)
-    own._begin(None)
-    assert compiling.is_compiling()
-    monkeypatch.setattr(compiling, "LONGEST_SECONDS", -1.0)
-    assert not compiling.is_compiling()
+    own = silence.Compilations()
+    own.begin()
+    assert own.is_under_way()
+    monkeypatch.setattr(silence, "LONGEST_SECONDS", -1.0)
+    assert not own.is_under_way()

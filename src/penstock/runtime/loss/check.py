@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 APART = 256  # microbatches from one pair that is taken together to the next, so that it costs less than 1 % of a step
 KINDS = 16  # of losses by what they compute; one that computes something else each time is not asked each time
 FEW = 64  # roundings that two numbers may be apart
+ADDED = 1e-6  # what people add to a divisor so that it is not 0, beside it
 FEW_OF_COARSE, COARSE = 4, 1e-4  # and of numbers that are coarser than this
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)  # of a loss, if it takes
 # rows of one microbatch only, or what was joined is no row
@@ -196,7 +197,7 @@ class StepCheck:
             return  # a batch without a mean is refused elsewhere (`shares`)
         few = FEW if pair.eps < COARSE else FEW_OF_COARSE
         scale = max(abs(found), *(abs(loss) for loss, weight in zip(own, weights, strict=True) if weight != 0))
-        if abs(found - expected) <= few * pair.eps * scale:
+        if abs(found - expected) <= max(few * pair.eps, ADDED) * scale:
             return
         if math.isfinite(expected):
             # signed terms may cancel, so that rounding is large beside their mean: the rows in another order show it

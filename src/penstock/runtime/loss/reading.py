@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import partial
+from itertools import takewhile
+from math import nan, prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
@@ -32,6 +35,7 @@ SAME = frozenset({
 })  # fmt: skip
 SCALED = frozenset({"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"})
 LEADING = SAME | ADDED | {JOINED} | SCALED | MEANS | SUMS  # what may scale a term, or stand above several
+TAKEN = frozenset({"SelectBackward0", "UnbindBackward0"})  # one row, where it is along the first dimension
 PARAMETER = "torch::autograd::AccumulateGrad"
 MEAN, SUM = 1, 2  # torch's numbers for these reductions
 MOST = 64  # nodes of a graph that are looked at, and forms of a loss that are kept
@@ -49,9 +53,13 @@ class Term(NamedTuple):
     of_rows: bool = True  # it sums what is of rows of the batch, and not of parameters alone
     is_weighted: bool = False  # by constants, each entry by its own, which may hold what it is divided by
     is_read: bool = True  # as a sum; of anything else only the factors are known, and not whether it is a mean
+    is_of_row: bool = False  # of a single row, as a loop over rows makes them
+    is_known: bool = True  # the factors are all there are
 
     def value(self, numbers: Sequence[float]) -> float:
         """Compute the factor of each entry that is summed."""
+        if not self.is_known:
+            return nan
         over = prod(numbers[by] for by, power in self.factors if power < 0)
         return prod(numbers[by] for by, power in self.factors if power > 0) / over if over else float("nan")
 
@@ -64,6 +72,20 @@ class Form:
     looks: tuple[tuple[int, Look], ...]  # where the numbers are: the place of a node, and how to take it from there
     weights: tuple[tuple[int, Look], ...]  # where tensors are that have a number for each entry
     is_complete: bool  # nothing of the loss is anything else
+    is_cut: bool = False  # not all nodes were looked at
+
+    def terms_of(self, rows: float) -> tuple[Term, ...]:
+        """Return the terms, where those of single rows are one: what each row is divided by is its own affair.
+
+        Its factors are what all rows are multiplied with; of a microbatch of one row nobody can tell which those are.
+        """
+        single = [term for term in self.terms if term.is_of_row]
+        if not single or not rows or (len(single) % rows and not self.is_cut):
+            return self.terms
+        all_factors = zip(*(term.factors for term in single), strict=False)
+        shared = tuple(each[0] for each in takewhile(lambda each: len(set(each)) == 1, all_factors))
+        together = single[0]._replace(factors=shared, is_known=len(single) > 1)
+        return (*(term for term in self.terms if not term.is_of_row), together)
 
     def numbers(self, nodes: list[Any]) -> list[Number] | None:
         """Return the numbers of a loss with these nodes; None where what is one number here has many there."""
@@ -83,10 +105,16 @@ Names = tuple[str, ...]
 Forms = dict[Names, Form]  # of one loss function, by the names of the nodes in the order of the walk
 
 
-def read_loss(loss: Tensor, output: Any, forms: Forms) -> tuple[Reading, list[Any]] | None:
+def read_loss(loss: Tensor, output: Any, forms: Forms, rows: float = nan) -> tuple[Reading, list[Any]] | None:
     """Read a loss from its root down to where terms are summed, with the nodes of its graph; None without a graph.
 
     Without the output that it is of, only a likelihood, or a term that is the only one, is known to be of rows.
+
+    Args:
+        loss: A scalar.
+        output: What it is computed from.
+        forms: The forms of losses before.
+        rows: How many rows the output has.
     """
     if loss.grad_fn is None:
         return None
@@ -95,7 +123,7 @@ def read_loss(loss: Tensor, output: Any, forms: Forms) -> tuple[Reading, list[An
     form = forms.get(names)
     numbers = None if form is None else form.numbers(nodes)
     if form is None or numbers is None:
-        analysis = _Analysis(nodes, ends)
+        analysis = _Analysis(nodes, ends, rows)
         form, numbers = analysis.form(nodes[0]), analysis.numbers
         if names in forms or len(forms) < MOST:
             forms[names] = form
@@ -120,8 +148,11 @@ def _walk(root: Any, ends: set[Any], deep: bool = False) -> tuple[Names, list[An
     names: list[str] = []
     for node in nodes:
         name = "" if node in ends else type(node).__name__
-        names.append(f"{name} {getattr(node, '_saved_reduction', '')}" if "Loss" in name or "Entropy" in name else name)
-        if name in LEADING or (deep and name and node is not None):
+        is_loss = "Loss" in name or "Entropy" in name
+        is_bent = not is_loss and name not in LEADING and name != "" and _is_bent(node)
+        kind = getattr(node, "_saved_reduction", "") if is_loss else "of a number" if is_bent else None
+        names.append(name if kind is None else f"{name} {kind}")
+        if is_bent or name in LEADING or (deep and name and node is not None):
             nodes += [each for each, _ in node.next_functions]
         if len(names) == MOST:
             break
@@ -140,14 +171,16 @@ class _At(NamedTuple):
     factors: Factors = ()
     is_summed: bool = False  # all of its entries are added up
     is_weighted: bool = False
+    columns: tuple[tuple[Any, Look, int], ...] = ()  # what columns are scaled by, if what follows is a sum over rows
 
 
 class _Analysis:
     """The analysis of a graph: what is summed in a loss, and where the numbers are that scale it."""
 
-    def __init__(self, nodes: list[Any], ends: set[Any]) -> None:
+    def __init__(self, nodes: list[Any], ends: set[Any], rows: float) -> None:
         self.places = {id(node): place for place, node in reversed([*enumerate(nodes)]) if node is not None}
-        self.ends = ends
+        self.ends, self.rows = ends, rows
+        self.slopes: set[int] = set()  # which of the numbers are slopes
         self.looks: list[tuple[int, Look]] = []
         self.weights: list[tuple[int, Look]] = []
         self.numbers: list[Number] = []
@@ -162,12 +195,12 @@ class _Analysis:
             todo += below or []
             if below is None:
                 found.append((at.node, self._term(at)))
-        is_complete = all(term.is_read and not term.is_weighted for _, term in found)
+        is_complete = not self.slopes and all(term.is_read and not term.is_weighted for _, term in found)
         if len(found) > 1:
             found = [(n, t._replace(of_rows=t.likelihood is not None or _reaches(n, self.ends))) for n, t in found]
         # Of what is not read, factors are of use where it is of the output; else they may be any.
         terms = tuple(t for n, t in found if t.is_read or (t.of_rows and self.ends and _reaches(n, self.ends)))
-        return Form(terms, tuple(self.looks), tuple(self.weights), is_complete)
+        return Form(terms, tuple(self.looks), tuple(self.weights), is_complete, len(self.places) >= MOST)
 
     def _below(self, at: _At) -> list[_At] | None:
         """Return where to go on from a place; None where a term ends."""
@@ -176,27 +209,45 @@ class _Analysis:
         if node in self.ends or id(node) not in self.places or (at.is_summed and not self.ends):
             return None
         name, below = node.name(), [each for each, _ in node.next_functions]
+        if not at.is_summed and name not in LEADING and _entries(node, name) is None and _is_bent(node):
+            return self._bent(at, below)
         scaled = _scaled(name, below)
         if name in SUMS or name in MEANS:
             # A mean of each row, in a sum over rows, is the row's own affair.
-            counts = name in MEANS and (not at.is_summed or _is_along_rows(node, name))
+            is_of_rows = _is_along_rows(node)
+            counts = name in MEANS and (not at.is_summed or is_of_rows)
             mean = (self._factor(node, _entries_of_mean, -1),) if counts else ()
-            return [at._replace(node=below[0], factors=(*at.factors, *mean), is_summed=True)]
+            sizes = node._saved_self_sym_sizes if at.columns and is_of_rows else ()
+            columns = at.columns if sizes[:1] == (self.rows,) else ()  # Each counts alike in all microbatches.
+            factors = (*at.factors, *(self._factor(*each) for each in columns), *mean)
+            return [at._replace(node=below[0], factors=factors, is_summed=True, columns=())]
         is_joined = name == JOINED and at.is_summed and len(node._input_metadata[0].shape) == 1 and len(below) <= FEW
         if name in SAME or is_joined or (name in ADDED and (not at.is_summed or _is_one(node))):
-            return [at._replace(node=each) for each in below if each is not None]
+            return [at._replace(node=each, columns=()) for each in below if each is not None]
         if len(scaled) > 1:  # A parameter counts by what it is multiplied with, whatever that is.
             scaled = [
                 by for by in scaled if by[0].name() != PARAMETER and (not self.ends or _reaches(by[0], self.ends))
             ]
         if at.is_summed and len(scaled) == 1 and _is_many(scaled[0][1](node)):
-            self.weights.append((self.places[id(node)], scaled[0][1]))
-            return [at._replace(node=scaled[0][0], is_weighted=True)]
+            (following, by, power) = scaled[0]
+            self.weights.append((self.places[id(node)], by))
+            columns = (*at.columns, (node, partial(_print_of, by), power))
+            return [at._replace(node=following, is_weighted=True, columns=columns)]
         if len(scaled) == 1 or (scaled and not at.is_summed):
             return [
                 at._replace(node=e, factors=(*at.factors, self._factor(node, by, power))) for e, by, power in scaled
             ]
         return None
+
+    def _bent(self, at: _At, below: list[Any]) -> list[_At]:
+        """Return where to go on from a function of numbers: how much each counts there is its slope."""
+        ways: list[_At] = []
+        for place, each in enumerate(below):
+            if each is not None and (not self.ends or _reaches(each, self.ends)):
+                slope = self._factor(at.node, partial(_slope, place), 1)
+                self.slopes.add(slope[0])
+                ways.append(at._replace(node=each, factors=(*at.factors, slope)))
+        return ways
 
     def _factor(self, node: Any, look: Look, power: int) -> tuple[int, int]:
         self.looks.append((self.places[id(node)], look))
@@ -213,13 +264,38 @@ class _Analysis:
             if entries is not None:
                 factors, is_read = (*factors, self._factor(node, entries, -1)), True
                 likelihood = self.places[id(node)] if name in NEGATIVE_LOG_LIKELIHOOD else None
+        if not is_read:  # It may be bent the other way, as a norm that is squared.
+            factors = tuple(by for by in factors if by[0] not in self.slopes)
         is_weighted &= not any(isinstance(self.numbers[by], Tensor) for by, _ in factors)
-        return Term(factors, likelihood, is_weighted=is_weighted, is_read=is_read)
+        is_of_row = likelihood is None and bool(self.ends) and _is_of_row(node, self.ends)
+        return Term(factors, likelihood, is_weighted=is_weighted, is_read=is_read, is_of_row=is_of_row)
 
 
-def _is_along_rows(node: Any, name: str) -> bool:
-    """Return whether a mean is taken along the first dimension, which has the rows of a batch; of all it always is."""
-    if name == "MeanBackward0":
+def _is_of_row(node: Any, ends: set[Any]) -> bool:
+    """Return whether what a node has made is of one row of the output, and of nothing else."""
+    for _ in range(MOST):
+        if node is None or node in ends:
+            return False
+        if type(node).__name__ in TAKEN and node._saved_dim == 0:
+            return True
+        below = [each for each, _ in node.next_functions if each is not None]
+        if len(below) != 1:
+            return False
+        node = below[0]
+    return False
+
+
+def _is_bent(node: Any) -> bool:
+    """Return whether a node of torch's makes a number of numbers: an absolute value, a root, the larger of two."""
+    if node is None or isinstance(node, BackwardCFunction) or node._input_metadata[0].shape:
+        return False
+    below = [each for each in node.next_functions if each[0] is not None]
+    return bool(below) and not any(each._input_metadata[place].shape for each, place in below)
+
+
+def _is_along_rows(node: Any) -> bool:
+    """Return whether it is along the first dimension, which has the rows of a batch; a mean or sum of all always is."""
+    if not getattr(node, "_saved_dim", None):
         return True
     signed = (dim - 2**64 if dim >= 2**63 else dim for dim in node._saved_dim)  # which torch shows without its sign
     return any(dim % len(node._saved_self_sym_sizes) == 0 for dim in signed)
@@ -270,6 +346,24 @@ def _entries_of_mean(node: Any) -> Number:
 
 def _weight_of_all(node: Any) -> Number:
     return node._saved_total_weight.detach() if node._saved_reduction == MEAN else 1.0
+
+
+def _slope(place: int, node: Any) -> Number:
+    """Return how much a number changes with one of those that it is made of."""
+    made = node._input_metadata[0]
+    with torch.no_grad():
+        slopes = node(torch.ones((), dtype=made.dtype, device=made.device))
+    slope: Tensor = slopes[place] if isinstance(slopes, tuple) else slopes
+    return slope
+
+
+def _print_of(look: Look, node: Any) -> Number:
+    """Return a mean of many numbers, which two have alike only where they have them all alike."""
+    by = look(node)
+    if not isinstance(by, Tensor):
+        return by
+    weights = torch.arange(1, by.numel() + 1, device=by.device).sqrt()
+    return (by.detach().flatten() * weights).sum() / weights.sum()
 
 
 def _entries_of_all(node: Any) -> Number:

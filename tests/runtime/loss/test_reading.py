@@ -72,14 +72,6 @@ def test_a_divisor_inside_of_weights_is_not_read(loss: Loss) -> None:
     assert factors(loss) is None
 
 
-def test_a_function_of_a_number_counts_by_its_slope() -> None:
-    for bend, slope in ((torch.abs, -1), (torch.relu, 0), (lambda loss: torch.exp((-loss).log()), 1)):
-        output = torch.rand(ROWS, WIDTH, requires_grad=True) * 1
-        reading = read(bend(-output.mean()), output)
-        assert not reading.form.is_complete
-        assert values(reading) == pytest.approx([slope / 24], rel=1e-6)
-
-
 def test_terms_of_single_rows_are_one_with_what_they_have_in_common() -> None:
     output = torch.rand(ROWS, WIDTH, requires_grad=True) * 1
     rows = torch.stack([row.sum() / divisor for row, divisor in zip(output, (1, 2, 3, 4), strict=True)])

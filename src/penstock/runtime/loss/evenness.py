@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelError
-from penstock.runtime.loss.reading import Number, Term
+from penstock.runtime.loss.nodes import Number
+from penstock.runtime.loss.reading import Term
 
 COARSE = 1e-4  # rounding of numbers that a sum of many terms is not computed in
 ADDED = 1e-7  # what people add to a divisor so that it is not 0, beside it

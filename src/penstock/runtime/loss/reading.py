@@ -8,7 +8,7 @@ and are looked at when the step ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -17,11 +17,29 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-NEGATIVE_LOG_LIKELIHOOD = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+from penstock.runtime.loss.nodes import (
+    MOST,
+    NEGATIVE_LOG_LIKELIHOOD,
+    SUM,
+    Look,
+    Number,
+    entries_of_loss,
+    entries_of_mean,
+    is_along_rows,
+    is_many,
+    is_one,
+    makes_number,
+    mean_of_columns,
+    reaches,
+    scaled_by,
+    shape_below,
+    slope_of,
+    takes_row,
+)
+
 MEANS = frozenset({"MeanBackward0", "MeanBackward1"})
 SUMS = frozenset({"SumBackward0", "SumBackward1", "NansumBackward0"})
 ADDED = frozenset({"AddBackward0", "SubBackward0", "SubBackward1", "NegBackward0"})
@@ -35,14 +53,9 @@ SAME = frozenset({
 })  # fmt: skip
 SCALED = frozenset({"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"})
 LEADING = SAME | ADDED | {JOINED} | SCALED | MEANS | SUMS  # what may scale a term, or stand above several
-TAKEN = frozenset({"SelectBackward0", "UnbindBackward0"})  # one row, where it is along the first dimension
 PARAMETER = "torch::autograd::AccumulateGrad"
-MEAN, SUM = 1, 2  # torch's numbers for these reductions
-MOST = 64  # nodes of a graph that are looked at, and forms of a loss that are kept
 
-Number = Tensor | float
 Factors = tuple[tuple[int, int], ...]  # which numbers of a form something is multiplied with (1) or divided by (-1)
-Look = Callable[[Any], Number]  # how a number is taken from a node
 
 
 class Term(NamedTuple):
@@ -90,7 +103,7 @@ class Form:
     def numbers(self, nodes: list[Any]) -> list[Number] | None:
         """Return the numbers of a loss with these nodes; None where what is one number here has many there."""
         found = [look(nodes[place]) for place, look in self.looks]
-        many = any(map(_is_many, found)) or not all(_is_many(look(nodes[place])) for place, look in self.weights)
+        many = any(map(is_many, found)) or not all(is_many(look(nodes[place])) for place, look in self.weights)
         return None if many else found
 
 
@@ -149,7 +162,7 @@ def _walk(root: Any, ends: set[Any], deep: bool = False) -> tuple[Names, list[An
     for node in nodes:
         name = "" if node in ends else type(node).__name__
         is_loss = "Loss" in name or "Entropy" in name
-        is_bent = not is_loss and name not in LEADING and name != "" and _is_bent(node)
+        is_bent = not is_loss and name not in LEADING and name != "" and makes_number(node)
         kind = getattr(node, "_saved_reduction", "") if is_loss else "of a number" if is_bent else None
         names.append(name if kind is None else f"{name} {kind}")
         if is_bent or name in LEADING or (deep and name and node is not None):
@@ -197,9 +210,9 @@ class _Analysis:
                 found.append((at.node, self._term(at)))
         is_complete = not self.slopes and all(term.is_read and not term.is_weighted for _, term in found)
         if len(found) > 1:
-            found = [(n, t._replace(of_rows=t.likelihood is not None or _reaches(n, self.ends))) for n, t in found]
+            found = [(n, t._replace(of_rows=t.likelihood is not None or reaches(n, self.ends))) for n, t in found]
         # Of what is not read, factors are of use where it is of the output; else they may be any.
-        terms = tuple(t for n, t in found if t.is_read or (t.of_rows and self.ends and _reaches(n, self.ends)))
+        terms = tuple(t for n, t in found if t.is_read or (t.of_rows and self.ends and reaches(n, self.ends)))
         return Form(terms, tuple(self.looks), tuple(self.weights), is_complete, len(self.places) >= MOST)
 
     def _below(self, at: _At) -> list[_At] | None:
@@ -209,29 +222,27 @@ class _Analysis:
         if node in self.ends or id(node) not in self.places or (at.is_summed and not self.ends):
             return None
         name, below = node.name(), [each for each, _ in node.next_functions]
-        if not at.is_summed and name not in LEADING and _entries(node, name) is None and _is_bent(node):
+        if not at.is_summed and name not in LEADING and entries_of_loss(node, name) is None and makes_number(node):
             return self._bent(at, below)
-        scaled = _scaled(name, below)
+        scaled = scaled_by(name, below)
         if name in SUMS or name in MEANS:
             # A mean of each row, in a sum over rows, is the row's own affair.
-            is_of_rows = _is_along_rows(node)
+            is_of_rows = is_along_rows(node)
             counts = name in MEANS and (not at.is_summed or is_of_rows)
-            mean = (self._factor(node, _entries_of_mean, -1),) if counts else ()
+            mean = (self._factor(node, entries_of_mean, -1),) if counts else ()
             sizes = node._saved_self_sym_sizes if at.columns and is_of_rows else ()
             columns = at.columns if sizes[:1] == (self.rows,) else ()  # Each counts alike in all microbatches.
             factors = (*at.factors, *(self._factor(*each) for each in columns), *mean)
             return [at._replace(node=below[0], factors=factors, is_summed=True, columns=())]
         is_joined = name == JOINED and at.is_summed and len(node._input_metadata[0].shape) == 1 and len(below) <= FEW
-        if name in SAME or is_joined or (name in ADDED and (not at.is_summed or _is_one(node))):
+        if name in SAME or is_joined or (name in ADDED and (not at.is_summed or is_one(node))):
             return [at._replace(node=each, columns=()) for each in below if each is not None]
         if len(scaled) > 1:  # A parameter counts by what it is multiplied with, whatever that is.
-            scaled = [
-                by for by in scaled if by[0].name() != PARAMETER and (not self.ends or _reaches(by[0], self.ends))
-            ]
-        if at.is_summed and len(scaled) == 1 and _is_many(scaled[0][1](node)):
+            scaled = [by for by in scaled if by[0].name() != PARAMETER and (not self.ends or reaches(by[0], self.ends))]
+        if at.is_summed and len(scaled) == 1 and is_many(scaled[0][1](node)):
             (following, by, power) = scaled[0]
             self.weights.append((self.places[id(node)], by))
-            columns = (*at.columns, (node, partial(_print_of, by), power))
+            columns = (*at.columns, (node, partial(mean_of_columns, by), power))
             return [at._replace(node=following, is_weighted=True, columns=columns)]
         if len(scaled) == 1 or (scaled and not at.is_summed):
             return [
@@ -243,8 +254,8 @@ class _Analysis:
         """Return where to go on from a function of numbers: how much each counts there is its slope."""
         ways: list[_At] = []
         for place, each in enumerate(below):
-            if each is not None and (not self.ends or _reaches(each, self.ends)):
-                slope = self._factor(at.node, partial(_slope, place), 1)
+            if each is not None and (not self.ends or reaches(each, self.ends)):
+                slope = self._factor(at.node, partial(slope_of, place), 1)
                 self.slopes.add(slope[0])
                 ways.append(at._replace(node=each, factors=(*at.factors, slope)))
         return ways
@@ -258,8 +269,8 @@ class _Analysis:
         node, factors, is_read, is_weighted, likelihood = at.node, at.factors, at.is_summed, at.is_weighted, None
         if id(node) in self.places and node not in self.ends:
             name = node.name()
-            entries = _entries(node, name)
-            is_product = name in PRODUCTS and _is_one(node)
+            entries = entries_of_loss(node, name)
+            is_product = name in PRODUCTS and is_one(node)
             is_read, is_weighted = is_read or is_product or name == PARAMETER, is_weighted or is_product
             if entries is not None:
                 factors, is_read = (*factors, self._factor(node, entries, -1)), True
@@ -267,132 +278,8 @@ class _Analysis:
         if not is_read:  # It may be bent the other way, as a norm that is squared.
             factors = tuple(by for by in factors if by[0] not in self.slopes)
         is_weighted &= not any(isinstance(self.numbers[by], Tensor) for by, _ in factors)
-        is_of_row = likelihood is None and bool(self.ends) and _is_of_row(node, self.ends)
+        is_of_row = likelihood is None and bool(self.ends) and takes_row(node, self.ends)
         return Term(factors, likelihood, is_weighted=is_weighted, is_read=is_read, is_of_row=is_of_row)
-
-
-def _is_of_row(node: Any, ends: set[Any]) -> bool:
-    """Return whether what a node has made is of one row of the output, and of nothing else."""
-    for _ in range(MOST):
-        if node is None or node in ends:
-            return False
-        if type(node).__name__ in TAKEN and node._saved_dim == 0:
-            return True
-        below = [each for each, _ in node.next_functions if each is not None]
-        if len(below) != 1:
-            return False
-        node = below[0]
-    return False
-
-
-def _is_bent(node: Any) -> bool:
-    """Return whether a node of torch's makes a number of numbers: an absolute value, a root, the larger of two."""
-    if node is None or isinstance(node, BackwardCFunction) or node._input_metadata[0].shape:
-        return False
-    below = [each for each in node.next_functions if each[0] is not None]
-    return bool(below) and not any(each._input_metadata[place].shape for each, place in below)
-
-
-def _is_along_rows(node: Any) -> bool:
-    """Return whether it is along the first dimension, which has the rows of a batch; a mean or sum of all always is."""
-    if not getattr(node, "_saved_dim", None):
-        return True
-    signed = (dim - 2**64 if dim >= 2**63 else dim for dim in node._saved_dim)  # which torch shows without its sign
-    return any(dim % len(node._saved_self_sym_sizes) == 0 for dim in signed)
-
-
-def _is_one(node: Any) -> bool:
-    shape: list[int] = node._input_metadata[0].shape
-    return prod(shape) == 1
-
-
-def _scaled(name: str, below: list[Any]) -> list[tuple[Any, Look, int]]:
-    """Return what a product or quotient is made of: each node below, and what it is multiplied with or divided by."""
-    if name.startswith("MulBackward"):
-        return [(each, by, 1) for each, by in zip(below, (_other, _itself), strict=False) if each is not None]
-    if name.startswith("DivBackward") and below[0] is not None and not any(below[1:]):
-        return [(below[0], _other, -1)]
-    return []
-
-
-def _reaches(node: Any, ends: set[Any]) -> bool:
-    """Return whether it is one of these nodes, or one is below; of a large graph, whether there are any."""
-    if node in ends:
-        return True
-    todo, seen = [node], 0
-    while todo and ends and seen < MOST:
-        for each, _ in todo.pop().next_functions:
-            if each in ends:
-                return True
-            todo += [] if each is None else [each]
-        seen += 1
-    return bool(todo and ends)
-
-
-# -- how numbers are taken from nodes
-
-
-def _entries(node: Any, name: str) -> Look | None:
-    """Return how to see over how many entries one of torch's losses takes the mean; None of any other node."""
-    if getattr(node, "_saved_reduction", None) not in (MEAN, SUM):
-        return None
-    return _weight_of_all if name in NEGATIVE_LOG_LIKELIHOOD else _entries_of_all
-
-
-def _entries_of_mean(node: Any) -> Number:
-    """Return over how many entries a mean is taken, along some dimensions or all."""
-    return float(node._saved_self_sym_numel / (prod(node._input_metadata[0].shape) or 1))
-
-
-def _weight_of_all(node: Any) -> Number:
-    return node._saved_total_weight.detach() if node._saved_reduction == MEAN else 1.0
-
-
-def _slope(place: int, node: Any) -> Number:
-    """Return how much a number changes with one of those that it is made of."""
-    made = node._input_metadata[0]
-    with torch.no_grad():
-        slopes = node(torch.ones((), dtype=made.dtype, device=made.device))
-    slope: Tensor = slopes[place] if isinstance(slopes, tuple) else slopes
-    return slope
-
-
-def _print_of(look: Look, node: Any) -> Number:
-    """Return a mean of many numbers, which two have alike only where they have them all alike."""
-    by = look(node)
-    if not isinstance(by, Tensor):
-        return by
-    weights = torch.arange(1, by.numel() + 1, device=by.device).sqrt()
-    return (by.detach().flatten() * weights).sum() / weights.sum()
-
-
-def _entries_of_all(node: Any) -> Number:
-    """Return over how many entries another of torch's own losses takes the mean."""
-    return float(prod(_shape_below(node))) if node._saved_reduction == MEAN else 1.0
-
-
-def _shape_below(node: Any) -> list[int]:
-    edge, place = next(each for each in node.next_functions if each[0] is not None)
-    shape: list[int] = edge._input_metadata[place].shape
-    return shape
-
-
-def _other(node: Any) -> Number:
-    return _plain(node._saved_other)
-
-
-def _itself(node: Any) -> Number:
-    return _plain(node._saved_self)
-
-
-def _is_many(by: Number) -> bool:
-    return isinstance(by, Tensor) and by.dim() > 0  # with one entry too, which may be that of the only row
-
-
-def _plain(saved: Any) -> Number:
-    if isinstance(saved, Tensor):
-        return saved.detach() if saved.requires_grad else saved
-    return float(saved)
 
 
 def sums_rows(reading: Reading, nodes: list[Any], rows: int) -> bool:
@@ -412,7 +299,7 @@ def _sizes_summed(node: Any) -> tuple[int, ...]:
         if len(following) != 1:
             break
         below = following[0]
-    return () if below.name() == PARAMETER else tuple(_shape_below(node))
+    return () if below.name() == PARAMETER else tuple(shape_below(node))
 
 
 def fetch(tensors: list[Tensor]) -> dict[int, float]:

@@ -29,7 +29,7 @@ from penstock.runtime.loss.evenness import REMEDY, TermCounts, term_counts
 from penstock.runtime.loss.evenness import Counted as Counts
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.losses import is_elementwise, torch_reduction
-from penstock.runtime.loss.reading import SUM as SUMMED
+from penstock.runtime.loss.nodes import SUM as SUMMED
 from penstock.runtime.loss.reading import Form, Forms, Reading, read_loss, sums_rows
 from penstock.runtime.loss.weights import Counted, Entries, Measure, cross_entropy, find_entries
 

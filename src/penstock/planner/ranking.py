@@ -35,7 +35,7 @@ FEW_SIZES = 4  # Where fewer of these divide a batch, its other divisors are loo
 RANKED = 10  # Layouts that are priced to the end.
 SEARCHED, EFFORT = 512, 300  # Microbatch-stages of plans whose schedule is also searched for; orders that are priced.
 ALIKE = 1.01  # Times that differ by less than this factor are alike.
-PRICED = 32  # Candidates that do not fit and are priced, for the advice on memory.
+PRICED = 16  # Candidates that do not fit and are priced, for the advice on memory.
 WORTH = 0.01  # What a searched schedule must save, as a share of the makespan.
 PricingOf = Callable[[MeshLayout, int], Pricing]
 OfCut = Callable[[], Iterable[PlanCandidate]]
@@ -100,11 +100,12 @@ class _Choice:
     bound: float = inf  # What was not simulated takes at least so many seconds.
     closest: PlanCandidate | None = None  # The one that does not fit with the fewest bytes too many.
     excess: float = inf  # These bytes, nearly at least.
-    larger: list[PlanCandidate] = field(default_factory=list)  # Those that do not fit.
+    larger: list[PlanCandidate] = field(default_factory=list)  # Those that would fit into twice the room.
 
-    def reject(self, candidate: PlanCandidate, excess: float) -> None:
-        """Note a candidate that needs `excess` bytes too many, nearly at least."""
-        self.larger.append(candidate)
+    def reject(self, candidate: PlanCandidate, excess: float, room: float) -> None:
+        """Note a candidate that needs `excess` bytes more than the room, nearly at least."""
+        if excess <= room:
+            self.larger.append(candidate)
         if excess < self.excess:
             self.closest, self.excess = candidate, excess
 
@@ -141,13 +142,13 @@ def _choose_each(
         elif not isinstance(candidate, PlanCandidate):
             for each in candidate():
                 if each.least_bytes > room:
-                    choice.reject(each, each.least_bytes - room)
+                    choice.reject(each, each.least_bytes - room, room)
                 else:
                     heappush(queue, (each.bound, next(numbers), key, each))
         elif (way := (candidate.pricing, candidate.family, candidate.stages_per_rank)) not in without:
             excess = candidate.needs_more_than(room) or candidate.fullest.process - room
             if excess > 0:
-                choice.reject(candidate, excess)
+                choice.reject(candidate, excess, room)
                 continue
             without.add(way)
             if candidate.seconds < choice.seconds:
@@ -360,7 +361,7 @@ def _advice(best: Plan, chosen: Sequence[_Choice], cluster: Cluster) -> Iterator
     for candidate in nsmallest(PRICED, rejected, key=lambda each: each.bound):
         if candidate.bound >= limit:
             break
-        if candidate.seconds < limit:
+        if candidate.fullest.process <= 2 * cluster.room and candidate.seconds < limit:
             larger, limit = candidate, candidate.seconds
     if larger is not None:
         more = (

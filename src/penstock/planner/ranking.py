@@ -7,9 +7,7 @@ a fraction of the work.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from heapq import heappop, heappush, nsmallest
@@ -25,6 +23,7 @@ from penstock.planner.plans import Plan, Plans, Rejected
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
 from penstock.schedule import family, search_report, simulate
+from penstock.tools.search.explore import without_collecting
 from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.run.memory import KINDS, Memory, optimizer_states
 from penstock.view.figures import bytes_text
@@ -171,7 +170,7 @@ def rank_plans(
     space = space or SearchSpace(config.data.batch, optimizer_states(config))
     pricing_of = cache(pricing_of or (lambda layout, rows: Pricing(profile, cluster, layout, rows)))
     every = layouts_of(profile, cluster, space.batch) if among is None else among
-    with _no_collections():
+    with without_collecting():
         chosen, rejected = _choose_all(every, pricing_of, space, cluster.room)
     found = [(layout, choice.best) for layout, choice in chosen if choice.best is not None]
     if found:
@@ -195,7 +194,7 @@ def _fewer_devices(seconds: float, profile: Profile, cluster: Cluster, space: Se
         ways, _ = _ways(every, pricing_of, space, part.room)
         if min((bound for group in ways.values() for bound, _ in group), default=inf) >= within:
             break  # Nothing can be faster, on these and on fewer.
-        with _no_collections():
+        with without_collecting():
             choices = _choose_each(ways, part.room, 1, within)
         found = min(choices.values(), key=lambda choice: choice.seconds)
         if found.best is not None and found.seconds < within:
@@ -205,18 +204,6 @@ def _fewer_devices(seconds: float, profile: Profile, cluster: Cluster, space: Se
             f"devices: {best[0].world} of the {cluster.world} take {best[1].seconds:.4g} s, with {best[1].layout} and "
             f"{best[1].family}; more of them do not help a batch of {space.batch} rows"
         )
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Leave out Python's search for cycles, of which schedules have none: it is a fifth of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _choose_all(

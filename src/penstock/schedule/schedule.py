@@ -31,7 +31,6 @@ from penstock.schedule.seen import (
     PASSES,
     Row,
     microbatches_seen,
-    ops_of,
     parts_of,
     passes_seen,
     placement_seen,
@@ -80,6 +79,7 @@ class Schedule:
         passes: Iterable[str] | None = None,
     ) -> None:
         filled = () if isinstance(rows, Columns) else rows_of(rows)  # Whoever passes columns states all facts.
+        self.__dict__["columns"] = rows if isinstance(rows, Columns) else Columns.of(filled)
         if placement is None:
             placement = placement_seen(filled)
         elif not isinstance(placement, Placement):
@@ -95,16 +95,15 @@ class Schedule:
         if topology.stages != placement.stages:
             raise UsageError(f"the topology has {topology.stages} stages and the placement {placement.stages}")
         if forward_only is None:
-            forward_only = not any(part.op.is_backward for _, _, part in parts_of(filled))
+            forward_only = not any(op.is_backward for op in self.ops)
         for name_, value in {
-            "columns": rows if isinstance(rows, Columns) else Columns.of(filled),
             "placement": placement,
             "microbatches": microbatches,
             "topology": topology,
             "forward_only": forward_only,
             "recompute": recomputing_stages(recompute, placement.stages),
             "name": name,
-            "passes": passes_seen(ops_of(filled)) if passes is None else _passes_of(passes),
+            "passes": passes_seen(self.ops) if passes is None else _passes_of(passes),
         }.items():
             self.__dict__[name_] = value
 

@@ -215,13 +215,14 @@ class Watch:
         """Report that this rank has read the verdict; where its process hosts the store, wait until all others have.
 
         It may leave as soon as it knows. The others would then find the store gone, and blame this rank. Those that
-        have answered the alarm are alive: on a busy machine they may take longer, and are waited for.
+        have answered the alarm are alive: on a busy machine they may take longer, and are waited for. One that was busy
+        in its own code is among them, although it is the one that is named.
         """
         self._bulletin.tell_read()
         if not self.store_host.is_here:
             return
-        others = [rank for rank in range(self._ranks) if rank != verdict.rank]
-        alive = self._bulletin.states(others).keys()
+        alive = self._bulletin.states(range(self._ranks)).keys()
+        others = {rank for rank in range(self._ranks) if rank != verdict.rank} | alive
         begin, seconds = self.clock.now(), 0.0
         while seconds < MOST_SECONDS and not self._bulletin.have_read(others if seconds < STORE_SECONDS else alive):
             self.clock.sleep(self._beat / 10)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import FileError
+from penstock.rules import is_float
 
 # The most of a file that is read whole, unless its reader states another number.
 MOST_BYTES = 16 * 2**20
@@ -123,6 +124,29 @@ def parse_json(text: str | bytes, origin: object, kind: type = object) -> Any:
     if not isinstance(found, kind):
         raise FileError(origin, f"it holds {KINDS.get(type(found), 'a number')}, and {KINDS[kind]} is due")
     return _bounded(found, origin)
+
+
+def check_like(found: Any, example: Any, origin: object, place: str = "it") -> None:
+    """Refuse what is not of the kinds that an example has: numbers, texts and lists in the same places.
+
+    Where the example has None, anything is taken, and so is a key that only one of the two has.
+    """
+    if isinstance(example, dict) and isinstance(found, dict):
+        for key in example.keys() & found.keys():
+            check_like(found[key], example[key], origin, f"{place}.{key}".removeprefix("it."))
+    elif isinstance(example, (list, tuple)) and isinstance(found, (list, tuple)):
+        for number, each in enumerate(found if example else ()):
+            check_like(each, example[0], origin, f"{place}[{number}]")
+    elif not _alike(found, example):
+        shown = str(found)[:40] if isinstance(found, (int, float, str)) else type(found).__name__
+        raise FileError(origin, f"{place} is {shown!r}, where such a value as {str(example)[:40]} is due")
+
+
+def _alike(found: Any, example: Any) -> bool:
+    """Return whether two values are of one kind; what is whole in the example is a number of at most 64 bits."""
+    if isinstance(example, bool) or not isinstance(example, (int, float)):
+        return example is None or isinstance(found, type(example))
+    return is_float(found) and (isinstance(example, float) or abs(found) < 2**63)
 
 
 def read_toml(path: str | PathLike[str]) -> dict[str, Any]:

@@ -40,8 +40,6 @@ from penstock.schedule.seen import (
 )
 from penstock.schedule.topology import Topology
 
-__all__ = ["Row", "Schedule", "expect_schedule"]
-
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Schedule:

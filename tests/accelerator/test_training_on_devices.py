@@ -75,6 +75,7 @@ def test_torchs_own_replicas_run_on_the_device(name: str, kind: str) -> None:
 @pytest.mark.parametrize(("name", "kind"), by_turns(NAMES, ["ddp", "fsdp"]))
 def test_replicas_of_a_pipeline(name: str, kind: str) -> None:
     cases = [Replicated(family, kind, "mlp", optimizer=family in WIDE) for family in TRAINING]
+    cases.append(Replicated("1f1b", kind, "tied", optimizer=True))  # not all of its parameters are sharded
     outcomes = on_ranks(4, "accelerator.training:faults_on_mesh", cases, name=name, limit=180)
     assert [each.value for each in outcomes] == [{}] * 4
 

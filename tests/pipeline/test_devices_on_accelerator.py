@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -400,3 +401,23 @@ def test_batches_are_copied_beside_the_kernels_and_there_in_time(name: str) -> N
     outcome = on_device(from_pinned_memory, name=name)
     assert outcome.value < 1e-6
     assert outcome.races == []
+
+
+def under_defaults_of_the_user(defaults: list[tuple[str, str]], folder: str) -> list[list[list[float]]]:
+    """What a training makes of a model, by the default device and dtype."""
+    import torch
+    from pipeline.test_devices import train
+
+    return [
+        train(f"{folder}/{number}", device, getattr(torch, dtype)) for number, (device, dtype) in enumerate(defaults)
+    ]
+
+
+@pytest.mark.parametrize("processes", mostly_slow([False, True], True))
+def test_defaults_of_the_user_change_nothing_on_devices(processes: bool, tmp_path: Path) -> None:
+    defaults = [("cpu", "float32"), ("meta", "float32"), ("pretend:1", "float64"), ("meta", "float16")]
+    arguments = (under_defaults_of_the_user, defaults, str(tmp_path))
+    for outcome in on_ranks(2, *arguments) if processes else [on_device(*arguments)]:
+        assert outcome.races == []
+        assert outcome.value
+        assert all(each == outcome.value[0] for each in outcome.value[1:])

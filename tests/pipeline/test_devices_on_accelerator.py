@@ -421,3 +421,32 @@ def test_defaults_of_the_user_change_nothing_on_devices(processes: bool, tmp_pat
         assert outcome.races == []
         assert outcome.value
         assert all(each == outcome.value[0] for each in outcome.value[1:])
+
+
+def on_one_device(way: str) -> list[str]:
+    """What two processes are told whose models are on the same device."""
+    from accelerator import pretend
+
+    from penstock.errors import UsageError
+
+    model, x, y = model_and_batch(layers=2)
+    devices: Any = "auto"
+    if way == "moved":
+        model.to(pretend.device(0))  # as by model.cuda() in every process
+    else:
+        devices = [pretend.device(0)] * 2
+    told = []
+    with penstock.Pipeline(model, stages=2, microbatches=4, loss_fn=nn.MSELoss(), devices=devices, timeout=20) as pipe:
+        for _ in range(2):
+            with pytest.raises((UsageError, PeerFailure)) as caught:
+                pipe.step(x, target=y)
+            told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.parametrize("way", mostly_slow(["moved", "asked"], "moved"))
+def test_processes_that_share_a_device_are_told_so(way: str) -> None:
+    """NCCL refuses to connect them, by an error that names neither the ranks nor the device."""
+    for outcome in on_ranks(2, on_one_device, way):
+        for told in outcome.value:
+            assert "ranks 0 and 1 both compute on pretend:0 of this host" in told

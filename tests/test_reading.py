@@ -125,9 +125,9 @@ def test_what_takes_too_much_memory_ends_and_leaves_no_limit_behind() -> None:
         pytest.raises(FileError, match="it: what it holds takes more than 16,777,216 bytes"),
         memory_limit("it", 2**24),
     ):
-        bytearray(2**25)
+        bytearray(2**30)
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
-    assert len(bytearray(2**25)) == 2**25
+    assert len(bytearray(2**30)) == 2**30
 
 
 def test_threads_share_the_limit_and_the_last_one_lifts_it() -> None:

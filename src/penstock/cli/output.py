@@ -28,7 +28,6 @@ from rich.text import Text
 from penstock.errors import CheckpointError, Fault, PenstockError, RunError, ScheduleError, UsageError
 from penstock.view.figures import counted, visible
 
-
 LONGEST = 20_000  # characters of a message
 
 

@@ -21,8 +21,7 @@ from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.report import StepReport
 from penstock.runtime.engine.stage import Stage, StageInput
 from penstock.runtime.engine.step_input import StepInput
-from penstock.runtime.loss.losses import StepLosses, sum_in_order
-from penstock.runtime.loss.reading import fetch
+from penstock.runtime.loss.losses import StepLosses, fetch, sum_in_order
 from penstock.runtime.state.ownership import Watched, check_unwritten, versions
 from penstock.runtime.transport.handover import alias
 

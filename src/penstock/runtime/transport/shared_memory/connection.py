@@ -171,7 +171,14 @@ class Connection:
         elif kind in (FAILURE, THROUGH_DISTRIBUTED):
             self.queues[key].append((kind, number, step, ordinal, microbatch, checksum, None))
         else:
-            self._note(kind, number, key, step, bytes(self._buffers[0][HEAD.size : count]), _descriptors(attached))
+            self._note(
+                kind,
+                number,
+                key,
+                step,
+                bytes(self._buffers[0][HEAD.size : count]),
+                _descriptors(attached) if attached else [],
+            )
         return True
 
     def _note(self, kind: int, number: int, key: int, step: int, tail: bytes, descriptors: list[int]) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree

@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import re
+import resource
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from penstock.errors import FileError, PenstockError
 from penstock.reading import (
     DEEPEST,
     MOST_PARTS,
+    memory_limit,
     open_plain,
     parse_json,
     parse_toml,
@@ -114,6 +117,43 @@ def test_what_is_within_the_bounds_is_read() -> None:
     assert parse_json(deep, "here") == json.loads(deep)
     assert parse_json(b"3", "here") == 3
     assert parse_toml("a.b = 0x10", "here") == {"a": {"b": 16}}
+
+
+def test_what_takes_too_much_memory_ends_and_leaves_no_limit_behind() -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with (
+        pytest.raises(FileError, match="it: what it holds takes more than 16,777,216 bytes"),
+        memory_limit("it", 2**24),
+    ):
+        bytearray(2**25)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert len(bytearray(2**25)) == 2**25
+
+
+def test_threads_share_the_limit_and_the_last_one_lifts_it() -> None:
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with memory_limit("it", 2**24):
+            entered.set()
+            leave.wait(30)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert entered.wait(30)
+    with memory_limit("it", 2**40):
+        pass
+    assert resource.getrlimit(resource.RLIMIT_DATA) != before
+    leave.set()
+    thread.join()
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_json_that_takes_far_more_memory_than_its_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.reading.MOST_MEMORY", 2**24)
+    with pytest.raises(FileError, match="here: what it holds takes more than 16,777,216 bytes of memory"):
+        parse_json("[" + "[0]," * 500_000 + "0]", "here")
 
 
 def test_an_error_about_a_file_is_one_about_usage_and_one_of_the_system() -> None:

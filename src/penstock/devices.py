@@ -50,6 +50,13 @@ def indexed(device: torch.device | str) -> torch.device:
     return found
 
 
+def mark(device: torch.device) -> torch.Event:
+    """Record an event behind all that was launched on the device, which has the time when that was done."""
+    event = torch.Event(device.type, enable_timing=True)
+    torch.accelerator.current_stream(device).record_event(event)
+    return event
+
+
 @contextmanager
 def as_caller(device: torch.device, streams: Iterable[torch.Stream], default: torch.device) -> Iterator[None]:
     """Let a thread compute as the one that called it would: on its streams, with its default device.
@@ -142,6 +149,15 @@ def backends() -> str:
     kind = accelerator()
     own = None if kind is None else torch.distributed.Backend.default_device_backend_map.get(kind)
     return "gloo" if own in (None, "gloo") else f"cpu:gloo,{kind}:{own}"
+
+
+def own_backend(group: Any, kind: str) -> Any:
+    """Return the backend that a process group has for the accelerator itself; None where that is gloo, for CPUs."""
+    device = torch.device(kind)
+    if not isinstance(group, torch.distributed.ProcessGroup) or device not in group._device_types:
+        return None
+    found = group._get_backend(device)
+    return None if found.name() == "gloo" else found
 
 
 @cache

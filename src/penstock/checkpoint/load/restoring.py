@@ -24,6 +24,7 @@ from penstock.checkpoint.named_tensors import (
     section_of,
 )
 from penstock.errors import CheckpointError
+from penstock.reading import check_like
 from penstock.runtime.messages.plain import TENSOR, decode, same
 
 if TYPE_CHECKING:
@@ -174,6 +175,8 @@ class OptimizerFit:
             if each is not found[0] and not same(each[1], found[0][1])
         ]
         saved, options = found[0]
+        own = {name: value for name, value in group.items() if name != "params" and not isinstance(value, Tensor)}
+        check_like({name: value for name, value in options.items() if not isinstance(value, Tensor)}, own, "options")
         self._settings.append((group, saved["options"]))
         for name, parameter in members:
             for entry in self._state.get(name, {}).values():

@@ -41,6 +41,10 @@ class Shared:
 class Microbatches(list[Any]):
     """Marks an argument that you have split yourself: a list with one item per microbatch, of any sizes.
 
+    ::
+
+        pipe.step(Microbatches([x[:3], x[3:4], x[4:]]), target=Microbatches([y[:3], y[3:4], y[4:]]))
+
     Args:
         iterable: The items, in the order of the microbatches.
     """

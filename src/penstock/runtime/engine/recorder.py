@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.optim import optimizer as optimizers
 
+from penstock.devices import mark
 from penstock.schedule import Action, Timeline
 from penstock.schedule.timing.timeline import Span, Wall
 
@@ -56,9 +57,7 @@ class DeviceClock:
 
     def mark(self) -> torch.Event:
         """Record an event behind all that was launched so far."""
-        event = torch.Event(self._device.type, enable_timing=True)
-        torch.accelerator.current_stream(self._device).record_event(event)
-        return event
+        return mark(self._device)
 
     def add(self, action: Action, before: torch.Event, start: torch.Event) -> None:
         """An action has been launched; what it waited for lies between the two events."""

@@ -131,7 +131,7 @@ class Connection:
         finally:
             os.close(descriptor)
 
-    def write_text(self, kind: int, text: bytes, step: int = 0) -> int:
+    def write_note(self, kind: int, text: bytes, step: int = 0) -> int:
         """Send a text of any length; return the number by which the peer can look it up."""
         self._texts += 1
         for start in range(0, max(1, len(text)), TEXT_BYTES):
@@ -148,7 +148,7 @@ class Connection:
                 for notes in self.kept:
                     notes.clear()
                 self.say(FORGET)
-            known = self._book[layout.text] = (self.write_text(LAYOUT, layout.text), layout)
+            known = self._book[layout.text] = (self.write_note(LAYOUT, layout.text), layout)
         return known
 
     # -- in
@@ -294,7 +294,7 @@ class Connections(dict[int, Connection]):
     def put_exchange(self, peer: int, step: int, body: bytes) -> None:
         self.busy_with = None, -1
         try:
-            self[peer].write_text(EXCHANGE, body, step)
+            self[peer].write_note(EXCHANGE, body, step)
         except Gone:
             self.lose(Waiting(peer, None, -1, monotonic()))
 

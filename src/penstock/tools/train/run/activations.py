@@ -15,9 +15,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch import Tensor
-from torch.utils import _pytree as pytree
-
 from penstock.model.lazy import Init
 from penstock.pipeline import Pipeline
 from penstock.schedule import Action, Op, Schedule
@@ -111,16 +108,10 @@ def largest_microbatch(config: TrainConfig, batch: DataBatch) -> DataBatch:
     microbatches, by_tokens = config.pipeline.microbatches, split_of(config.data).split
     plan = None if by_tokens is None else by_tokens.plan(batch.args, batch.kwargs, microbatches, fixed=False)
 
-    def cut(value: Any) -> Any:
-        if not isinstance(value, Tensor) or not value.dim():
-            return value
-        if plan is None:
-            return value[: -(-len(value) // microbatches)]
-        number = plan.tokens.index(max(plan.tokens))
-        return value[plan.index[number], : plan.widths[number]]
-
-    args, kwargs, target = pytree.tree_map(cut, (batch.args, batch.kwargs, batch.target))
-    return DataBatch(args, kwargs, target, batch.tokens)
+    if plan is None:
+        return batch.with_rows(lambda tensor: tensor[: -(-len(tensor) // microbatches)])
+    number = plan.tokens.index(max(plan.tokens))
+    return batch.with_rows(lambda tensor: tensor[plan.index[number], : plan.widths[number]])
 
 
 def _run(pipe: Pipeline, batch: DataBatch) -> _Measured:

@@ -32,11 +32,10 @@ from penstock.errors import MessageError, PeerFailure, RunError
 from penstock.runtime.batch.comparison import Readers
 from penstock.runtime.batch.fingerprint import FingerprintedBatch
 from penstock.runtime.engine.action_log import LOG, log_program, logged
-from penstock.runtime.engine.computations import Computations
+from penstock.runtime.engine.computations import Computations, Mailbox
 from penstock.runtime.engine.handlers import Context, Handler
-from penstock.runtime.engine.mailbox import ActionWait, Mailbox
 from penstock.runtime.engine.prepared_program import Entry, PreparedProgram, prepare
-from penstock.runtime.engine.recorder import DeviceClock, WallStart
+from penstock.runtime.engine.recorder import ActionWait, DeviceClock, WallStart
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import EndedStep, StepReport, failure_of, note_steps
 from penstock.runtime.engine.stage import Stage, enter_backward
@@ -381,7 +380,7 @@ class Executor:
                     self.transport.send_failure(channel, action.microbatch, failure)
             elif action.microbatch not in ends.receiving(channel).posted:
                 self.transport.post(channel, action.microbatch)
-        for channel, microbatch in self.mailbox.pending:
+        for channel, microbatch in ends.pending:
             self.transport.discard(channel, microbatch)
 
 

@@ -1,4 +1,4 @@
-"""What can be worked out about a program before its first step on a rank."""
+"""What can be worked out about a program before its first step on a rank, and two fields that the executor fills."""
 
 from __future__ import annotations
 

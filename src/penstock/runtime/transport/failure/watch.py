@@ -19,9 +19,10 @@ verdict that all ranks share in the group's store:
 
 The same way a step that failed, with all links whole, is put on the `news` of ranks that are busy.
 
-Only this thread talks to the store, and through another one (`messages/store`), because a call to a store whose host is
-stopped does not return. Where a rank hosts the store, its silence convicts that rank; where it has left, so does that.
-What is written there is plain (`notes`); who is to blame follows from what ranks say (`blame`).
+Once the channels are open, only this thread talks to the store, and through another one (`messages/store`), because a
+call to a store whose host is stopped does not return. Where a rank hosts the store, its silence convicts that rank;
+where it has left, so does that. What is written there is plain (`notes`); who is to blame follows from what ranks say
+(`blame`).
 """
 
 from __future__ import annotations

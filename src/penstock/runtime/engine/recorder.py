@@ -36,6 +36,26 @@ if TYPE_CHECKING:
 ROUNDS = 16
 
 
+class ActionWait:
+    """How long the action that runs has waited for messages, and when its last wait ended.
+
+    `mark` records an event on the device, where kernels of the action come after what its stream waits for.
+    """
+
+    def __init__(self, mark: Callable[[], torch.Event] | None = None) -> None:
+        self.seconds = 0.0
+        self.ended = 0.0
+        self.mark = mark
+        self.event = None if mark is None else mark()
+
+    def add(self, begin: float, end: float) -> None:
+        """Count one wait."""
+        self.seconds += end - begin
+        self.ended = end
+        if self.mark is not None:
+            self.event = self.mark()
+
+
 class WallStart(NamedTuple):
     """Since when a step's wall time counts, and how much of it was an optimizer's."""
 

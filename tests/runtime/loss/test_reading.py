@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from penstock.runtime.loss.reading import Forms, Reading, fetch, names_below, read_loss
+from penstock.runtime.loss.losses import fetch
+from penstock.runtime.loss.reading import Forms, Reading, names_below, read_loss
 
 ROWS, WIDTH = 4, 6
 MASK = torch.tensor([1.0, 0.0, 1.0, 1.0])

@@ -217,6 +217,23 @@ class Seeds:
         return torch.tensor(self._of_named, dtype=torch.float64, device="cpu")
 
 
+def fetch(tensors: list[Tensor]) -> dict[int, float]:
+    """Bring numbers to the host, by the id of each tensor; those on a device with one copy of all."""
+    found = {id(each): float(each.item()) for each in tensors if each.device.type == "cpu"}
+    away = [each.detach() for each in tensors if each.device.type != "cpu"]
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, each in enumerate(away):
+        kinds.setdefault((each.dtype, each.device), []).append(place)
+    if kinds:
+        there = away[0].device
+        packed = [torch.stack([away[n] for n in places]).to(there, torch.float64) for places in kinds.values()]
+        order = [place for places in kinds.values() for place in places]
+        numbers = dict(zip(order, torch.cat(packed).tolist(), strict=True))
+        originals = [each for each in tensors if each.device.type != "cpu"]
+        found |= {id(each): numbers[place] for place, each in enumerate(originals)}
+    return found
+
+
 def sum_in_order(losses: Tensor, shares: Sequence[float]) -> float:
     """Add the losses, which are on the host, with the bits of a plain loop: `total = total + loss * share`.
 

@@ -15,7 +15,6 @@ from itertools import takewhile
 from math import nan, prod
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
@@ -304,20 +303,3 @@ def _sizes_summed(node: Any) -> tuple[int, ...]:
             break
         below = following[0]
     return () if below.name() == PARAMETER else tuple(shape_below(node))
-
-
-def fetch(tensors: list[Tensor]) -> dict[int, float]:
-    """Bring numbers to the host, by the id of each tensor; those on a device with one copy of all."""
-    found = {id(each): float(each.item()) for each in tensors if each.device.type == "cpu"}
-    away = [each.detach() for each in tensors if each.device.type != "cpu"]
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for place, each in enumerate(away):
-        kinds.setdefault((each.dtype, each.device), []).append(place)
-    if kinds:
-        there = away[0].device
-        packed = [torch.stack([away[n] for n in places]).to(there, torch.float64) for places in kinds.values()]
-        order = [place for places in kinds.values() for place in places]
-        numbers = dict(zip(order, torch.cat(packed).tolist(), strict=True))
-        originals = [each for each in tensors if each.device.type != "cpu"]
-        found |= {id(each): numbers[place] for place, each in enumerate(originals)}
-    return found

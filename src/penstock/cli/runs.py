@@ -68,7 +68,7 @@ def _alone(path: Path, folder: Path | None = None) -> ShownRun:
             document = read_json(noted)
             steps = RecordedSteps.read(document)
             return ShownRun(timeline, run_notes(document, steps), steps)
-        except (PenstockError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        except PenstockError:
             return ShownRun(timeline, [f"{noted.name} cannot be read: it is not what penstock train writes"])
     note = cores_note(timeline.cores, timeline.ranks)
     return ShownRun(timeline, [note] if note else [])

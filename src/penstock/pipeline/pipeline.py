@@ -108,7 +108,7 @@ class Pipeline:
         parallel_options: How replicas and tensors are spread over `mesh`.
     """
 
-    _batches_type = Batches
+    _batches_type = Batches  # The schedule classes of compat/pipelining have their own.
 
     def __init__(
         self,

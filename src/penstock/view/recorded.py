@@ -11,8 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
+from penstock.errors import FileError
+from penstock.reading import check_like
 from penstock.view.figures import percent, time_text
 
+ORIGIN = "the note of recorded steps"
+# What a training run notes.
+NOTED = {"typical": 0, "of": 0, "cores": 0, "ranks": 0, "steps": [[0]]}
 LONGEST = 1e12  # seconds; more is no recording
 OUTLIER = 1.5  # times the median makespan
 LISTED = 5  # outliers that are named
@@ -42,13 +47,14 @@ class RecordedSteps:
 
     @classmethod
     def read(cls, document: Mapping[str, Any]) -> Self | None:
-        """Read the steps that a training run has noted; None where there are none.
-
-        ValueError, KeyError or TypeError where the document is anything else.
-        """
-        steps = tuple(Recorded(int(step), float(time), float(idle)) for step, time, idle in document["steps"])
+        """Read the steps that a training run has noted; None where there are none, FileError for anything else."""
+        check_like(document, NOTED, ORIGIN)
+        entries = document.get("steps")
+        if entries is None or not all(len(entry) == len(Recorded._fields) for entry in entries):
+            raise FileError(ORIGIN, "it has no list of [step, seconds, idle share]")
+        steps = tuple(Recorded(int(step), float(time), float(idle)) for step, time, idle in entries)
         if not all(0 <= each.makespan < LONGEST and 0 <= each.idle <= 1 for each in steps):
-            raise ValueError("a step has a time or an idle share that none has")
+            raise FileError(ORIGIN, "a step has a time or an idle share that none has")
         return cls(steps, int(document.get("typical", steps[-1].step))) if steps else None
 
     @property

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import CheckpointError, UsageError
-from penstock.reading import MOST_BYTES, read_json
+from penstock.reading import MOST_BYTES, check_like, read_json
 
 MANIFEST = "manifest.json"
 INDEX = "index.json"
@@ -40,6 +40,8 @@ VERSION = 1
 PIECE = 16 * 2**20  # bytes that are read and summed at a time
 LONGEST = 2**28  # bytes of an index
 PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+# What the origin of a model may hold.
+ORIGIN = {"folder": "", "config": {}, "generation_config": {}, "adapter": {"lora_alpha": 1.0}}
 BEST = "best"  # As a name in a path, the checkpoint with the lowest score.
 FOLDER = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
@@ -123,7 +125,7 @@ def read_manifest(path: Path) -> Manifest:
             layout=dict(body["layout"]),
             versions=dict(body["versions"]),
             files=files,
-            origin=body.get("origin"),
+            origin=_origin(body.get("origin")),
             score=_score(body.get("score")),
             while_best=body.get("while_best") is True,
         )
@@ -141,6 +143,12 @@ def plain_name(name: Any) -> str:
 def _count(value: Any, what: str) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
         raise ValueError(f"{what} is {str(value)[:40]}, not a count")
+    return value
+
+
+def _origin(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    if value is not None:
+        check_like(value, ORIGIN, "origin")
     return value
 
 

@@ -20,6 +20,7 @@ from penstock.checkpoint.load.restoring import OptimizerFit, fit_averages, fit_m
 from penstock.checkpoint.named_tensors import Given, check_stateful, layout_of, model_entries, optimizers_of
 from penstock.checkpoint.processes import Processes
 from penstock.errors import CheckpointError, PenstockError
+from penstock.reading import check_like
 from penstock.runtime.messages.plain import decode, same
 
 if TYPE_CHECKING:
@@ -144,7 +145,9 @@ class _Restoring:
         self._before: list[tuple[Any, Any]] = []
         self._plains: list[dict[str, Any]] = contents.index["processes"]
         first = self._plains[0]
-        self._clock = [int(first["clock"][name]) for name in ("seed", "step", "evaluations")]
+        clock = [first["clock"][name] for name in ("seed", "step", "evaluations")]
+        check_like(clock, [0], contents.path / INDEX, "clock")
+        self._clock = [int(each) for each in clock]
         self._extra = first["extra"]
         self._joined = _joined(self._plains)
         here = layout_of(pipe, processes.count)
@@ -206,8 +209,13 @@ class _Restoring:
         for name, part in self._parts.items():
             plains = [own, *self._plains] if name == "data" else self._plains
             state = decode(next(plain[name] for plain in plains if name in plain), self._contents.tensor)
-            self._before.append((part, copy.deepcopy(part.state_dict())))
+            before = copy.deepcopy(part.state_dict())
+            self._before.append((part, before))
             try:
+                if name == "scheduler":  # Those of torch take any name as one of their own, which may be a method's.
+                    check_like(state, before, name)
+                    if odd := [key for key in state if key not in before and hasattr(part, key)]:
+                        raise ValueError(f"{odd[0][:40]!r} is no part of its state")
                 part.load_state_dict(state)
             except WRONG as error:
                 raise CheckpointError(
@@ -221,7 +229,7 @@ class _Restoring:
             part.load_state_dict(state)
 
     def finish(self) -> Loaded:
-        """Load the optimizer, then the random numbers."""
+        """Load the extra state of modules, the optimizer, then random numbers and the count of steps."""
         pipe, manifest = self._pipe, self._manifest
         _take_extra_state(pipe, self._joined["model"], self._tensor)
         pipe.state.loaded()
@@ -273,4 +281,7 @@ def _take_extra_state(pipe: Pipeline, saved: dict[str, Any], tensor: Any) -> Non
             name = f"{place}._extra_state" if place else "_extra_state"
             full = holding.names.get(name, name)
             if full in wanted:
-                holder.set_extra_state(decode(saved[full], tensor))
+                try:
+                    holder.set_extra_state(decode(saved[full], tensor))
+                except WRONG as error:
+                    raise CheckpointError(f"{full} is not accepted by the model: {error!r}") from error

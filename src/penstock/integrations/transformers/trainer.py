@@ -29,7 +29,7 @@ from penstock.integrations.transformers.loss import TrainerLoss
 from penstock.integrations.transformers.pipelined import Pipelined, from_last_rank, logits_of
 from penstock.parallel.mesh import Axes
 from penstock.pipeline import Pipeline, StepResult
-from penstock.reading import read_json
+from penstock.reading import check_like, plain_path, read_json
 from penstock.schedule import Schedule, family
 
 CLOCK_NAME = "pipeline.json"  # Name in a checkpoint: where the pipeline's random numbers stand.
@@ -239,7 +239,7 @@ class PipelineTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         paths = [Path(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
         if checkpoint is not None and all(path.is_file() for path in paths):
-            states = [torch.load(path, map_location="cpu", weights_only=True) for path in paths]
+            states = [torch.load(plain_path(path), map_location="cpu", weights_only=True) for path in paths]
             self._optimizer_state().load(states[0], str(paths[0]))
             self.lr_scheduler.load_state_dict(states[1])
 
@@ -255,7 +255,8 @@ class PipelineTrainer(Trainer):
         path = Path(checkpoint or "", CLOCK_NAME)
         if checkpoint is not None and path.is_file():  # a Trainer without a pipeline writes none
             state, clock = read_json(path), self.pipe.deployment.counter
-            clock.seed, clock.step, clock.evaluations = state["seed"], state["step"], state["evaluations"]
+            check_like(numbers := [state.get(name) for name in ("seed", "step", "evaluations")], [0], path)
+            clock.seed, clock.step, clock.evaluations = map(int, numbers)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         there = self._pipelined

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.model import random_states
-from penstock.runtime.loss.reading import fetch
+from penstock.runtime.loss.losses import fetch
 
 _OPTIONS = "params"  # what is no option of a group
 _OF_TORCH = {"defaults", "param_groups", "state", "step"}  # attributes that every optimizer has

@@ -20,6 +20,7 @@ from penstock.tools.train.data.batch import DataBatch, DataBatches
 from penstock.tools.train.data.batches import open_data
 from penstock.tools.train.loss import MeanLoss, shares_of
 from penstock.tools.train.models.huggingface import check_base, left_out
+from penstock.tools.train.resume import extra_of
 from penstock.tools.train.updates.ema import WeightAverage
 
 
@@ -72,7 +73,7 @@ def load_for(config: TrainConfig, checkpoint: Path, pipe: Pipeline, *, averages:
     tensors = None if average is None else average.tensors
     saved = Checkpointer(checkpoint.parent, leave_out=left_out(config))
     loaded = saved.load(pipe, path=checkpoint, averages=tensors)
-    check_base(config, loaded.extra.get("base"))
+    check_base(config, extra_of(loaded).get("base"))
     if average is not None:
         average.begin(loaded.averages)
         average.write()

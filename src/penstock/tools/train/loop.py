@@ -78,8 +78,8 @@ class EarlyStopping:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there."""
-        self.lowest, self.to_beat = float(state["lowest"]), float(state["to_beat"])
-        self.lowest_step, self.waited = int(state["lowest_step"]), int(state["waited"])
+        for name, value in self.state_dict().items():
+            setattr(self, name, type(value)(state.get(name, value)))
 
 
 class Trainer:
@@ -131,11 +131,11 @@ class Trainer:
 
     def go_on(self, extra: dict[str, Any]) -> None:
         """Take what was saved beside the weights; of a run from its beginning, nothing."""
-        self.steps.skips = extra.get("skips", 0)
+        self.steps.skips = int(extra.get("skips", 0))
         if "stopping" in extra:
             self.stopping.load_state_dict(extra["stopping"])
         if self.state.average is not None:
-            self.state.average.updates = extra.get("updates", 0)
+            self.state.average.updates = int(extra.get("updates", 0))
 
     @property
     def _ends(self) -> bool:

@@ -11,7 +11,7 @@ from penstock.checkpoint.checkpointer import Checkpointer
 from penstock.checkpoint.load.loading import Loaded
 from penstock.checkpoint.processes import Processes
 from penstock.errors import CheckpointError, UsageError
-from penstock.reading import read_json
+from penstock.reading import check_like, read_json
 from penstock.tools.train.config.read import changes, to_document
 from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.models.huggingface import check_base
@@ -20,6 +20,13 @@ from penstock.tools.train.steps import RunState
 from penstock.tools.train.updates.optimizer import follow_config, options_of
 
 NUMBERS = ("seed", "model", "lora", "data", "loss", "optimizer", "training")  # what losses depend on, but the layout
+# What a run saves beside its tensors.
+EXTRA = {
+    "skips": 0,
+    "base": None,
+    "stopping": {"lowest": 0.0, "lowest_step": 0, "to_beat": 0.0, "waited": 0},
+    "updates": 0,
+}
 HELD = ("model", "lora", "optimizer")  # what decides which tensors a checkpoint holds
 
 
@@ -48,6 +55,13 @@ def resume(given: TrainConfig, state: RunState, checkpointer: Checkpointer) -> R
     return Resumed(loaded.step, loaded.path, loaded.extra, _changed(loaded.config, state.config, NUMBERS))
 
 
+def extra_of(loaded: Loaded) -> dict[str, Any]:
+    """Return what a run has saved beside its tensors; FileError where that is something else."""
+    check_like(loaded.extra, EXTRA, loaded.path, "extra")
+    found: dict[str, Any] = loaded.extra
+    return found
+
+
 def _load(given: TrainConfig, state: RunState, checkpointer: Checkpointer) -> Loaded:
     try:
         loaded = checkpointer.load(state.pipe, state.optimizer, **state.saved)
@@ -58,7 +72,7 @@ def _load(given: TrainConfig, state: RunState, checkpointer: Checkpointer) -> Lo
             f"{error}{keys}\nto resume, the configuration must have the same model, adapters, optimizer and precision; "
             f"--fresh starts over"
         ) from error
-    if not isinstance(loaded.config, dict) or not isinstance(loaded.extra, dict) or "skips" not in loaded.extra:
+    if not isinstance(loaded.config, dict) or "skips" not in extra_of(loaded):
         raise UsageError(
             f"{loaded.path} was not saved by penstock train: it has no configuration or no count of skipped steps; "
             f"choose another output, or start over with --fresh"

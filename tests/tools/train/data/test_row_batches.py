@@ -246,3 +246,23 @@ def test_rows_as_the_datasets_library_writes_them(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"nothing")
     with pytest.raises(UsageError, match="is no Parquet file"):
         opened(tmp_path / "bad.parquet")
+
+
+@pytest.mark.timeout(120)
+def test_compressed_rows_that_fill_the_memory_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr("penstock.reading.MOST_MEMORY", 2**27)
+    often = arrow.DictionaryArray.from_arrays([0] * 256, ["x" * 2**21])
+    parquet.write_table(arrow.table({"text": often}), tmp_path / "rows.parquet", compression="zstd")
+    few = arrow.table({"text": ["x" * 2**21] * 10})
+    options = arrow.ipc.IpcWriteOptions(compression="zstd")
+    with (
+        arrow.OSFile(str(tmp_path / "rows.arrow"), "wb") as file,
+        arrow.ipc.new_stream(file, few.schema, options=options) as writer,
+    ):
+        for _ in range(80):
+            writer.write_table(few)
+    for name in ("rows.parquet", "rows.arrow"):
+        assert (tmp_path / name).stat().st_size < 2**20
+        with pytest.raises(UsageError, match=rf"{name}: what it holds takes more than 134,217,728 bytes"):
+            opened(tmp_path / name, "data.format=text")

@@ -45,7 +45,7 @@ from penstock.runtime.transport.distributed.outgoing import DistributedOutgoing
 from penstock.runtime.transport.distributed.transfers import BackendTransfers, PeerConnection
 from penstock.runtime.transport.failure.blame import Waiting, different_calls
 from penstock.runtime.transport.failure.own_state import held_weakly
-from penstock.runtime.transport.failure.peer_failures import stopped_by_force
+from penstock.runtime.transport.failure.peer_failures import after_loss, stopped_by_force
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.handover import Rewritten
 from penstock.runtime.transport.interrupts import uninterrupted
@@ -129,6 +129,10 @@ class DistributedTransport(Transport):
     @property
     def broken(self) -> PeerFailure | None:
         return self.watch.verdict
+
+    def check_not_broken(self) -> None:
+        if self.watch.verdict is not None:
+            raise after_loss(self.watch.verdict)
 
     def open(self, channels: Sequence[Channel]) -> None:
         self.check_not_broken()

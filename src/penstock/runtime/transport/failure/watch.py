@@ -19,9 +19,10 @@ verdict that all ranks share in the group's store:
 
 The same way a step that failed, with all links whole, is put on the `news` of ranks that are busy.
 
-Only this thread talks to the store, and through another one (`messages/store`), because a call to a store whose host is
-stopped does not return. Where a rank hosts the store, its silence convicts that rank; where it has left, so does that.
-What is written there is plain (`notes`); who is to blame follows from what ranks say (`blame`).
+Once the channels are open, only this thread talks to the store, and through another one (`messages/store`), because a
+call to a store whose host is stopped does not return. Where a rank hosts the store, its silence convicts that rank;
+where it has left, so does that. What is written there is plain (`notes`); who is to blame follows from what ranks say
+(`blame`).
 """
 
 from __future__ import annotations
@@ -279,7 +280,13 @@ class Watch:
 
     def _awaited(self) -> Waiting | None:
         """Return what this rank waits for: its main thread or, where that is in no wait of ours, its device."""
-        return self.waiting or self.device_waiting()
+        waiting = self.waiting or self.device_waiting()
+        return None if waiting is None else self.describe(waiting)
+
+    def describe(self, waiting: Waiting) -> Waiting:
+        """Add to a wait for no message of a channel what it is for: only who reports the wait has to know."""
+        is_known = waiting.edge is not None or waiting.reason
+        return waiting if is_known else waiting._replace(reason=self.own.reason)
 
     def _lost_by_device(self) -> PeerFailure | None:
         """Return the failure of the rank that the device waits for, if the connection to its process is closed.

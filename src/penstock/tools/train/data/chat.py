@@ -13,13 +13,15 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from penstock.errors import UsageError
-from penstock.reading import NONSENSE
+from penstock.reading import NONSENSE, memory_limit
 from penstock.tools.train.data.time_limit import time_limit
 from penstock.tools.train.data.tokenizer import Tokenizer
 
 MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 ASSISTANT = "assistant"
 LONGEST = 10.0  # seconds in which a template, which has loops of its own, writes a chat
+MOST_MEMORY = 2**30  # bytes that this may take
+MOST_TEXT = 2**24  # characters of a chat; each may become a token, which takes a hundred times its memory
 REMEDY = (
     'put {% generation %} and {% endgeneration %} around the answers in the chat template, or set data.loss_on to "all"'
 )
@@ -106,13 +108,17 @@ def _template(tokenizer: Tokenizer) -> str:
 def _written(tokenizer: Tokenizer, messages: Any, place: object, *, prompt: bool = False) -> str:
     from jinja2 import TemplateError  # transformers writes chats with it, in a sandbox
 
-    try:
-        text = tokenizer.of_transformers.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=prompt
-        )
-    except (TemplateError, MemoryError, *NONSENSE) as error:
-        why = str(error) or type(error).__name__
-        raise UsageError(f"{place}: the chat template of {tokenizer.path} does not take this chat: {why}") from None
+    what = f"{place}: the chat template of {tokenizer.path}"
+    with memory_limit(what, MOST_MEMORY):
+        try:
+            text = tokenizer.of_transformers.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=prompt
+            )
+        except (TemplateError, *NONSENSE) as error:
+            why = str(error) or type(error).__name__
+            raise UsageError(f"{what} does not take this chat: {why}") from None
+    if len(text) > MOST_TEXT:
+        raise UsageError(f"{what} writes {len(text):,} characters for this chat; at most {MOST_TEXT:,} are read")
     return str(text)
 
 

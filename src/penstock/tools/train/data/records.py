@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import FileError, UsageError
-from penstock.reading import MOST_SETTINGS, NONSENSE, check_folder, open_plain, parse_json, read_json
+from penstock.reading import (
+    MOST_SETTINGS,
+    NONSENSE,
+    check_folder,
+    memory_limit,
+    open_plain,
+    parse_json,
+    read_json,
+)
 from penstock.tools.train.config.paths import JSON_LINES, find_paths
 from penstock.tools.train.config.source import call_source, is_function
 
@@ -114,12 +122,30 @@ class Parquet(_Numbered):
         _check_footer(self.path)
         try:
             with ParquetFile(self.path) as file:
-                for first, table in _groups(file, begin):
-                    for number, values in enumerate(table.to_pylist(), first):
+                for first, rows in self._groups(file, begin):
+                    for number, values in enumerate(rows, first):
                         if number >= begin:
                             yield Record(values, RowPlace(self, number), number + 1)
+        except FileError:
+            raise
         except (ArrowException, *NONSENSE) as error:
             raise UsageError(f"{self.path} is no Parquet file that can be read: {error}") from None
+
+    def _groups(self, file: Any, begin: int) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+        """Yield some rows with the number of the first; row groups that end before `begin` are not read."""
+        first = 0
+        for group in range(file.metadata.num_row_groups):
+            rows = file.metadata.row_group(group).num_rows
+            if first + rows > begin:
+                here, pieces = first, file.iter_batches(CHUNK, row_groups=[group])
+                while some := self._next_rows(pieces):
+                    yield here, some
+                    here += len(some)
+            first += rows
+
+    def _next_rows(self, pieces: Iterator[Any]) -> list[dict[str, Any]]:
+        with memory_limit(self.path):  # A small file may hold much: it is compressed.
+            return next((piece.to_pylist() for piece in pieces if piece.num_rows), [])
 
 
 def _check_footer(path: Path) -> None:
@@ -132,19 +158,6 @@ def _check_footer(path: Path) -> None:
     length = int.from_bytes(end[:4], "little")
     if length > MOST_SETTINGS:
         raise FileError(path, f"its description has {length:,} bytes; at most {MOST_SETTINGS:,} are read")
-
-
-def _groups(file: Any, begin: int) -> Iterator[tuple[int, Any]]:
-    """Yield pieces of a file with the number of their first row; row groups that end before `begin` are not read."""
-    first = 0
-    for group in range(file.metadata.num_row_groups):
-        rows = file.metadata.row_group(group).num_rows
-        if first + rows > begin:
-            here = first
-            for piece in file.iter_batches(CHUNK, row_groups=[group]):
-                yield here, piece
-                here += piece.num_rows
-        first += rows
 
 
 class Arrow(_Numbered):
@@ -163,7 +176,8 @@ class Arrow(_Numbered):
         try:
             if path.is_dir():
                 _check_inside(path)
-            rows = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
+            with memory_limit(path):  # What is compressed in it is read whole.
+                rows = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
             self._rows = rows.with_format("arrow", columns=rows.format["columns"])  # rows as they are stored
         except NONSENSE as error:
             raise UsageError(f"data.source: {path} cannot be read: {error}") from None
@@ -172,9 +186,10 @@ class Arrow(_Numbered):
         for number in range(begin, len(self._rows)):
             place = RowPlace(self, number)
             try:
-                row = self._rows[number]
-                row.validate(full=True)  # Arrow takes the places that a file names for its values as they are
-                values = row.to_pylist()[0]
+                with memory_limit(place):  # Lists of it may stand for the same values again and again.
+                    row = self._rows[number]
+                    row.validate(full=True)  # Arrow takes the places that a file names for its values as they are
+                    values = row.to_pylist()[0]
             except NONSENSE as error:
                 raise UsageError(f"{place} cannot be read: {error}") from None
             yield Record(values, place, number + 1)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from penstock.errors import ModelError, UsageError
+from penstock.rules import is_index
 from penstock.runtime.state.randomness import seed_of
 from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.config.source import HUGGINGFACE
@@ -28,6 +29,7 @@ from penstock.tools.train.data.tokenizer import has_tokenizer
 
 ORDER, WINDOW = 2, 3  # streams of random numbers
 START: Position = (0, 0)
+MOST = 2**40  # bytes or rows before a position
 
 
 class InMemory:
@@ -190,8 +192,12 @@ class RowBatches:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the row after the last one that was used."""
-        self._taken, self._epoch, self._number = (int(state[name]) for name in ("taken", "epoch", "window"))
-        self._begin, self._used = (int(state["begin"][0]), int(state["begin"][1])), int(state["used"])
+        file, place = state["begin"]
+        numbers = [state[name] for name in ("taken", "epoch", "window", "used")]
+        if not all(is_index(each, MOST) for each in (*numbers, file, place)):
+            raise ValueError("a position has whole numbers, of which none is negative")
+        self._taken, self._epoch, self._number, self._used = numbers
+        self._begin = file, place
         self._made = self._reader = self._ahead = None
         if state["fingerprint"] != self._documents.fingerprint:
             self.changed = "the rows are not those of the checkpoint (other files, or other keys of [data])"

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import CheckpointError, PeerFailure, PenstockError, UsageError
-from penstock.reading import read_json
+from penstock.reading import check_like, read_json
 from penstock.tools.train.run.run_folder import RunFolder, write_json
 from penstock.writing import write_whole
+
+# What every note has.
+NOTE = {"rank": 0, "culprit": 0, "cause": "", "final": False, "usage": False}
 
 
 def note_path(folder: RunFolder, attempt: int, rank: int) -> Path:
@@ -48,6 +51,7 @@ def read_note(path: Path) -> dict[str, Any] | None:
     """Read a rank's note, if it could leave one."""
     try:
         found: dict[str, Any] = read_json(path)
-    except OSError:
+        check_like(found, NOTE, path)
+    except OSError:  # A FileError is one as well.
         return None
-    return found
+    return found if NOTE.keys() <= found.keys() else None

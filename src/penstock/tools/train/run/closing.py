@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.checkpoint.disk.manifest import BEST, best_of, newest_first
 from penstock.reading import read_json, read_text
+from penstock.rules import is_float
 from penstock.schedule import Costs, Timeline, simulate
 from penstock.tools.train.config.paths import holds_rows
 from penstock.tools.train.config.settings import TrainConfig
@@ -106,15 +107,19 @@ def _activation(folder: RunFolder, timeline: Timeline) -> tuple[float, ...] | No
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     held = held_peaks(timeline)
-    known = len(measured) == len(held) and all(isinstance(size, (int, float)) and size > 0 for size in measured)
+    known = len(measured) == len(held) and all(is_float(size) and size > 0 for size in measured)
     return tuple(size / peak for size, peak in zip(measured, held, strict=True)) if known and all(held) else None
 
 
 def _curve(lines: Sequence[dict[str, Any]]) -> Curve:
     def points(name: str) -> list[tuple[int, float]]:
-        return [(line["step"], line[name]) for line in lines if isinstance(line.get(name), (int, float))]
+        return [(line["step"], line[name]) for line in lines if is_float(line.get(name))]
 
     return Curve(points("loss"), points("validation"))
+
+
+def _numbers(lines: Sequence[dict[str, Any]], name: str) -> list[float]:
+    return [line[name] for line in lines if is_float(line.get(name))]
 
 
 def _figures(lines: Sequence[dict[str, Any]]) -> list[str]:
@@ -123,13 +128,12 @@ def _figures(lines: Sequence[dict[str, Any]]) -> list[str]:
         return []
     last = lines[-1]
     parts = [f"{last['step']:,} steps"]
-    speeds = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    speeds, used = _numbers(lines, "tokens_per_second"), _numbers(lines, "mfu")
     if speeds:
         parts.append(f"{statistics.median(speeds):,.0f} tokens/s (median)")
-    used = [line["mfu"] for line in lines if "mfu" in line]
     if used:
         parts.append(f"{statistics.median(used):.1%} of the devices' peak (MFU)")
-    if last.get("memory"):
+    if isinstance(last.get("memory"), list):
         held = ", ".join(f"{each / 1e6:,.0f}" for each in last["memory"])
         parts.append(f"memory by process {held} MB")
     return [f"The run: {'; '.join(parts)}."]

@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.errors import FileError, UsageError
 from penstock.reading import parse_json, read_text
-from penstock.rules import is_count
+from penstock.rules import is_count, is_float
 from penstock.tools.train.run.outlets import Outlet
 from penstock.writing import create
 
@@ -72,6 +72,11 @@ class Metrics:
             outlet.close()
 
 
+def _is_figure(value: Any) -> bool:
+    """Return whether a line may have this value: a number, one for each process, or the text of NaN or infinity."""
+    return is_float(value) or isinstance(value, str) or (isinstance(value, list) and all(map(is_float, value)))
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Return the lines of a file; a last one that a kill cut short is left out, others with a warning."""
     try:
@@ -83,7 +88,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     for line in lines[:-1]:
         with contextlib.suppress(FileError):
             values = parse_json(line, path, dict)
-            if is_count(values.get("step")):
+            if is_count(values.get("step")) and all(map(_is_figure, values.values())):
                 found.append(values)
     if lost := len(lines) - 1 - len(found):
         log.warning("%s: %d of %d lines are damaged, and left out", path, lost, len(lines) - 1)

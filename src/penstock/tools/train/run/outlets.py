@@ -11,7 +11,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import UsageError
+from penstock.errors import FileError, UsageError
 from penstock.reading import read_json
 from penstock.tools.train.config.read import to_document
 from penstock.tools.train.config.settings import TrainConfig
@@ -116,7 +116,7 @@ def _run_id(root: Path, start: int) -> str:
     if start:
         try:
             return str(read_json(place)["id"])
-        except (FileNotFoundError, ValueError, KeyError):
+        except (FileNotFoundError, FileError, KeyError):
             pass  # this run had no such outlet until now
     made = secrets.token_hex(4)
     write_whole(place, json.dumps({"id": made}) + "\n")

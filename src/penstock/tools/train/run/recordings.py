@@ -12,6 +12,7 @@ import statistics
 from contextlib import ExitStack
 from typing import Any
 
+from penstock.errors import FileError
 from penstock.pipeline import Pipeline
 from penstock.reading import read_json
 from penstock.schedule import Timeline
@@ -102,8 +103,9 @@ def read_recorded(folder: RunFolder) -> tuple[list[Recorded], dict[str, Any]]:
     """Read the recorded steps of a run's folder, and the rest of what is known of them."""
     try:
         document: dict[str, Any] = read_json(folder.recorded)
-        return [Recorded(*entry) for entry in document["steps"]], document
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        steps = RecordedSteps.read(document)
+        return ([] if steps is None else list(steps.steps)), document
+    except (FileNotFoundError, FileError):
         return [], {}
 
 

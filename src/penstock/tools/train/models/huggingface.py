@@ -86,7 +86,8 @@ def _check_attention(name: str) -> None:
     if package is not None and find_spec(package) is None:
         raise UsageError(
             f"model.source: the attention {name!r} needs the package {package}, which is not installed, and "
-            f"transformers would take one from a repository instead: install it, or set model.options.attn_implementation to sdpa"
+            f"transformers would take one from a repository instead: install it, or set "
+            f"model.options.attn_implementation to sdpa"
         )
 
 

@@ -13,14 +13,14 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# For two cores: many tests wait for processes and timeouts. The tests of a file stay together, because many look at what
-# one group of processes, one browser or one search has found, which each worker that took some of them would start
-# again. The fast tests hardly wait, and each worker takes 13 seconds to collect. Of the slow files those with the longest
-# tests come first (tests/conftest.py). Of all tests some are longer than files: there, who is idle takes over tests of
-# others.
-FAST := -n 3 --dist loadfile
-SLOW := -n 4 --dist loadfile --no-loadscope-reorder
-ALL := -n 4 --dist worksteal
+# For two cores: many tests wait for processes and timeouts. One process collects the tests and forks the workers
+# (tests/forked_workers.py). The tests of a file stay together, because many look at what one group of processes, one
+# browser or one search has found, which each worker that took some of them would start again. Of the slow files those with
+# the longest tests come first (tests/conftest.py). Of all tests some are longer than files: there, who is idle takes
+# over tests of others.
+FAST := --workers 3
+SLOW := --workers 4
+ALL := --workers 4 --share-files
 
 # Every process imports torch: where Python may not keep what it compiled, that takes four times as long.
 unexport PYTHONDONTWRITEBYTECODE
@@ -48,7 +48,7 @@ test-slow: $(READY) accelerator
 accelerator: $(READY)
 	$(BIN)/python tests/accelerator/build.py --if-possible
 
-# One process compiles what all workers then load: in a fresh copy each would do it, for 23 seconds.
+# Compiles the tests, which takes 23 seconds in a fresh copy, while the linters have the other core.
 collect: $(READY)
 	$(BIN)/pytest --collect-only --quiet --quiet > /dev/null
 

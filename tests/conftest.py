@@ -5,6 +5,8 @@ import os
 import signal
 
 import pytest
+import servers
+from forked_workers import pytest_addoption, pytest_runtestloop  # noqa: F401  # hooks of pytest
 from hypothesis import settings
 
 # Ranks are threads or processes here, several to a core: torch's own threads on top would only make them wait.
@@ -26,6 +28,12 @@ MINUTES = 240  # seconds
 # A deadline per example measures the machine's load; pytest-timeout already stops what hangs.
 settings.register_profile("penstock", deadline=None)
 settings.load_profile("penstock")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start servers before the tests are loaded, which no server needs; workers are forked later."""
+    if config.option.workers and not config.option.collectonly:
+        servers.share()
 
 
 @pytest.hookimpl(trylast=True)  # of the tests that are left

@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,20 @@ def forking() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(LOADED)
     return context
+
+
+def share_server() -> None:
+    """Fork the server of ranks from this process, with what it loads; workers that are forked later share it."""
+    import warm
+
+    for name in LOADED:
+        importlib.import_module(name)
+    forking()
+    new, util.spawnv_passfds = util.spawnv_passfds, warm.forked  # type: ignore[attr-defined]
+    forkserver.ensure_running()
+    util.spawnv_passfds = new  # type: ignore[attr-defined]
+    # A fork of this process cannot wait for the server, by which Python would see that it is running.
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
 
 
 def _listen(

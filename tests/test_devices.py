@@ -27,7 +27,6 @@ EXCUSED = {
         "a number is a GPU's where torch has no accelerator; and the example in the error",
     ),
     "compat/gpipe/gpipe.py": (3, "every module has this method"),
-    "model/original/placeholders.py": (1, "an attribute of every tensor"),
     "runtime/transport/distributed/device_link.py": (1, "which backends of torch need the ranks of a communicator"),
     "parallel/axis_link.py": (1, "a word in errors of torch"),
     "pipeline/arguments.py": (1, "the example in the error"),

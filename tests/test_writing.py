@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,8 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_a_run_writes_about_itself_takes_the_place_of_what_was_prepared(
     prepare: Callable[[Path, Path], None], elsewhere: Path, tmp_path: Path
 ) -> None:
-    for name in ("config.json", "metrics.jsonl"):
-        for ending in ("", ".partial"):
-            prepare(tmp_path / f"{name}{ending}", elsewhere)
+    for name in ("config.json", "metrics.jsonl", "metrics.jsonl.partial"):
+        prepare(tmp_path / name, elsewhere)
     write_json(tmp_path / "config.json", {"a": 1})
     metrics = Metrics(tmp_path / "metrics.jsonl", 0)
     metrics.write(1, loss=2.0)
@@ -113,10 +113,23 @@ def test_no_command_writes_through_what_was_prepared_where_it_saves(
 def test_what_cannot_be_written_leaves_the_file_that_was_there(tmp_path: Path) -> None:
     path = tmp_path / "page.html"
     save(path, "first")
-    (tmp_path / "page.html.partial").mkdir()
-    with pytest.raises(OSError, match=r"page\.html"):
-        save(path, "second")
+    with pytest.raises(UnicodeEncodeError):
+        save(path, "second \ud800")
     assert path.read_text() == "first"
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        write_whole(tmp_path / "folder", "second")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["folder", "page.html"]
+
+
+def test_several_that_save_one_file_at_once_leave_the_whole_of_one_of_them(tmp_path: Path) -> None:
+    """All ranks of a script save what all have; they took the half-written file, of one name, from each other."""
+    path, texts = tmp_path / "run.json", [letter * 300_000 for letter in "abcd"]
+    with ThreadPoolExecutor(len(texts)) as pool:
+        for _ in range(20):
+            list(pool.map(lambda text: save(path, text), texts))
+            assert path.read_text() in texts
+    assert [each.name for each in tmp_path.iterdir()] == ["run.json"]
 
 
 def test_an_output_of_the_shell_is_written_to_and_not_replaced(tmp_path: Path) -> None:

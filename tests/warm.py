@@ -12,8 +12,6 @@ tests/hosts/test_elastic_run.py, and `penstock train` with all its new processes
 
 from __future__ import annotations
 
-import atexit
-import gc
 import importlib
 import json
 import multiprocessing
@@ -25,13 +23,14 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import warnings
 from contextlib import suppress
 from functools import cache
 from multiprocessing import util
 from pathlib import Path
 from typing import IO, Any
+
+import servers
 
 from penstock.tools.train.launch.environment import WANTED
 
@@ -51,24 +50,35 @@ sys.exit(code if code >= 0 else 128 - code)
 
 @cache
 def warm_commands() -> Path:
-    """The folder of the commands; their server ends with this process."""
-    temporary = tempfile.TemporaryDirectory(prefix="penstock-warm-")
-    folder = Path(temporary.name)
-    address = str(folder / "socket")
+    """The folder of the commands; their server ends with this process and its forks."""
+    folder = _folder()
+    if not (folder / "socket").exists():
+        environment = {
+            **os.environ,
+            **WANTED,
+        }  # torch reads it when it is loaded, and `penstock train` would set it before
+        command = [sys.executable, __file__, str(folder / "socket")]
+        subprocess.run(command, stdin=servers.life()[0], env=environment, check=True)
+    return folder
+
+
+def share_server() -> None:
+    """Fork the server from this process; workers that are forked later share it."""
+    before = dict(os.environ)
+    os.environ.update(WANTED)
+    serve(str(_folder() / "socket"), servers.life()[0])
+    os.environ.clear()
+    os.environ.update(before)
+    warm_commands()
+
+
+@cache
+def _folder() -> Path:
+    folder = servers.folder() / "warm"
+    folder.mkdir()
     for name in ("penstock", "python", "torchrun"):
-        (folder / name).write_text(COMMAND.format(python=sys.executable, address=address))
+        (folder / name).write_text(COMMAND.format(python=sys.executable, address=str(folder / "socket")))
         (folder / name).chmod(0o755)
-    server = subprocess.Popen(
-        [sys.executable, __file__, address],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, **WANTED},  # torch reads it when it is loaded, and `penstock train` would set it before
-    )
-    assert server.stdin is not None
-    assert server.stdout is not None
-    assert server.stdout.readline() == b"ready\n"
-    atexit.register(temporary.cleanup)
-    atexit.register(server.communicate)  # closes its input, and waits
     return folder
 
 
@@ -107,31 +117,16 @@ class WarmProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def serve(address: str) -> None:
-    """Fork for every command that comes, until standard input ends."""
+def serve(address: str, until: int) -> None:
+    """Fork for every command that comes, until the writing ends of a pipe are closed; return when one may come."""
     for name in LOADED:
         importlib.import_module(name)
-    util.spawnv_passfds = forked  # type: ignore[attr-defined]
-    gc.freeze()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-        listening.bind(address)
-        listening.listen()
-        print("ready", flush=True)
-        while sys.stdin not in (ready := select.select([listening, sys.stdin], [], [], 1.0)[0]):
-            if ready:
-                connection = listening.accept()[0]
-                if not os.fork():
-                    listening.close()
-                    answer(connection)
-                    os._exit(0)
-                connection.close()
-            with suppress(ChildProcessError):
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
+    servers.answer_all(address, socket.SOCK_SEQPACKET, until, answer)
 
 
 def answer(connection: socket.socket) -> None:
     """Fork once more, for the command, and send the number of its process and what that ended with."""
+    util.spawnv_passfds = forked  # type: ignore[attr-defined]
     message, files, _, _ = socket.recv_fds(connection, LARGEST, 3)
     command = multiprocessing.get_context("fork").Process(target=become, args=(files, *json.loads(message)))
     command.start()
@@ -194,4 +189,4 @@ def forked(path: Any, arguments: list[str], files: list[int], new: Any = util.sp
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], 0)

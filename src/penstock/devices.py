@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,8 @@ from torch.utils import _pytree as pytree
 from penstock.errors import UsageError
 
 CPU = torch.device("cpu")
+# Processes of one host read the same there, and share the monotonic clock.
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 QUEUES, FEWEST_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8  # which is what a device has by default
 
 
@@ -50,6 +53,13 @@ def indexed(device: torch.device | str) -> torch.device:
     return found
 
 
+def mark(device: torch.device) -> torch.Event:
+    """Record an event behind all that was launched on the device, which has the time when that was done."""
+    event = torch.Event(device.type, enable_timing=True)
+    torch.accelerator.current_stream(device).record_event(event)
+    return event
+
+
 @contextmanager
 def as_caller(device: torch.device, streams: Iterable[torch.Stream], default: torch.device) -> Iterator[None]:
     """Let a thread compute as the one that called it would: on its streams, with its default device.
@@ -77,6 +87,14 @@ def check_queues(device: torch.device) -> None:
             f"{QUEUES}={given}: communicators of a pipeline would wait for each other in one queue of {device}; unset "
             f"it, or give {FEWEST_QUEUES} to 32"
         )
+
+
+def identity(device: torch.device) -> str:
+    """Return what processes that compute on the same device have in common, and no others, in 16 digits."""
+    properties: Any = torch.get_device_module(device).get_device_properties(device)
+    visible = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.endswith("VISIBLE_DEVICES")]
+    found = str(getattr(properties, "uuid", (BOOT.read_text(), visible, device.index)))
+    return hashlib.blake2b(found.encode(), digest_size=8).hexdigest()
 
 
 def device_memory() -> int | None:
@@ -142,6 +160,15 @@ def backends() -> str:
     kind = accelerator()
     own = None if kind is None else torch.distributed.Backend.default_device_backend_map.get(kind)
     return "gloo" if own in (None, "gloo") else f"cpu:gloo,{kind}:{own}"
+
+
+def own_backend(group: Any, kind: str) -> Any:
+    """Return the backend that a process group has for the accelerator itself; None where that is gloo, for CPUs."""
+    device = torch.device(kind)
+    if not isinstance(group, torch.distributed.ProcessGroup) or device not in group._device_types:
+        return None
+    found = group._get_backend(device)
+    return None if found.name() == "gloo" else found
 
 
 @cache

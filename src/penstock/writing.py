@@ -8,6 +8,7 @@ without following a link (`penstock.reading.open_plain`). Whoever writes a file 
 from __future__ import annotations
 
 import os
+import secrets
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -27,19 +28,23 @@ def create(path: Path, mode: str = "w") -> IO[Any]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file, whole or not at all; what had that name is replaced, and a link there is not followed."""
+    """Write a file, whole or not at all; what had that name is replaced, and a link there is not followed.
+
+    Several may write it at once, as all ranks of a script do: it is then the whole file of one of them.
+    """
     if str(path.parent) in OUTPUTS:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with create(partial, "w" if isinstance(content, str) else "wb") as file:
             file.write(content)
         os.replace(partial, path)
     except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
         with suppress(OSError):
             partial.unlink()
-        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def check_place(path: Path) -> None:

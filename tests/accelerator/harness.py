@@ -7,15 +7,14 @@
 `name="cuda"` puts the device in CUDA's place; `eager=True` gives `device_id=` to the group. The function stands at the
 top of a test file, or is named as "module:function" where only a process with the device may load its module, and
 returns what `torch.save` takes: move tensors to the CPU. Processes are forked from
-a server for each name, which lives as long as this process: a case costs what it runs.
+a server for each name, which lives as long as the run of the tests: a case costs what it runs.
 """
 
 from __future__ import annotations
 
-import atexit
 import io
-import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import servers
 from accelerator import build
 
 NAMES = ("pretend", "cuda")
@@ -131,20 +131,17 @@ def _checked(outcomes: list[Outcome]) -> list[Outcome]:
 
 @cache
 def _server(name: str) -> Connection:
-    """Start the server of a name; it ends when this process does, whose end of the connection closes then."""
+    """Connect to the server of a name, which all workers of a run share; start it where none has."""
     require_device()
-    ours, theirs = multiprocessing.Pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("server.py")), str(theirs.fileno())],
-        pass_fds=[theirs.fileno()],
-        env={**os.environ, "PRETEND_NAME": name, "OMP_NUM_THREADS": "1"},
-    )
-    theirs.close()
-    atexit.register(_stop, ours, process)
-    assert ours.recv() == "ready"
-    return ours
-
-
-def _stop(server: Connection, process: subprocess.Popen[bytes]) -> None:
-    server.close()
-    process.wait()
+    address = str(servers.folder() / f"accelerator-{name}")
+    with servers.alone():
+        if not os.path.exists(address):
+            subprocess.run(
+                [sys.executable, "-W", "ignore", str(Path(__file__).with_name("server.py")), address],
+                stdin=servers.life()[0],
+                env={**os.environ, "PRETEND_NAME": name, "OMP_NUM_THREADS": "1"},
+                check=True,
+            )
+    with socket.socket(socket.AF_UNIX) as ours:
+        ours.connect(address)
+        return Connection(ours.detach())

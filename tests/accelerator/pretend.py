@@ -177,7 +177,7 @@ def _make_group(options: Any, _: Any) -> Any:
             store.set("folder", tempfile.mkdtemp(prefix="pretend-waits-"))
         _folder = store.get("folder").decode()
         patience = float(os.environ.get("PRETEND_PATIENCE", "1.0"))
-        native.watch_for_deadlocks(ranks[rank], _folder, patience, options.timeout.total_seconds())
+        native.watch_for_deadlocks(ranks[rank], _folder, patience)
     return native.make_group(store, options.group_id or "world", rank, ranks, options.timeout.total_seconds())
 
 

@@ -1,4 +1,4 @@
-"""The process that cases on the pretended device are forked from: `python server.py FILE_DESCRIPTOR`.
+"""The process that cases on the pretended device are forked from: `python server.py ADDRESS`.
 
 Torch, the device and the library are loaded once, in the order that the device's name asks for. Every case gets a
 process for each of its ranks, so that no case sees what another left on its device.
@@ -12,10 +12,12 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,21 +28,21 @@ LOADED = ["penstock.pipeline", "penstock.parallel.compose", "torch._dynamo", "to
 LAST_WORDS = 20.0  # seconds for the other ranks once one has failed
 
 
-def serve(jobs: Connection) -> None:
-    """Answer jobs until the one who asks has gone."""
+def serve(address: str) -> None:
+    """Answer at an address until those who may ask have gone; return when it can be connected to."""
     sys.path.insert(0, str(TESTS))
     importlib.import_module("accelerator.pretend")  # before torch
     for name in LOADED:
         importlib.import_module(name)
-    gc = importlib.import_module("gc")
-    gc.freeze()
-    jobs.send("ready")
-    while True:
-        try:
+    importlib.import_module("servers").answer_all(address, socket.SOCK_STREAM, 0, _serve_one)
+
+
+def _serve_one(connection: socket.socket) -> None:
+    """Answer the jobs of one worker until it has gone."""
+    with Connection(connection.detach()) as jobs, suppress(EOFError):
+        while True:
             job = jobs.recv()
-        except EOFError:
-            return
-        jobs.send(_answers(jobs, **job))
+            jobs.send(_answers(jobs, **job))
 
 
 def _answers(jobs: Connection, ranks: int, limit: float, **job: Any) -> list[dict[str, Any]]:
@@ -161,4 +163,4 @@ def _run(
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])))
+    serve(sys.argv[1])

@@ -46,6 +46,50 @@ def test_layers_are_measured_on_the_device_that_they_will_run_on(name: str) -> N
     assert on_device(devices_of_measuring, name=name).value == {"device"}
 
 
+def cut_by_time(where: str) -> tuple[list[int], float]:
+    """How a model whose first layer has a long kernel is cut, and how long that layer was measured to take, in ms."""
+    import torch
+    from accelerator import pretend
+    from torch import nn
+
+    import penstock
+    from penstock.model.balance.profile import profile_layers
+
+    class Slow(nn.Module):
+        def __init__(self, inner: Any) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Any) -> Any:
+            if x.device.type == pretend.NAME:
+                pretend.sleep(SLOW, x.device.index)
+            return self.inner(x)
+
+    model = layers()
+    model[0] = Slow(model[0])
+    x = torch.randn(4, 8)
+    there = pretend.device(3)
+    if where == "there already":
+        model, x = model.to(there), x.to(there)
+    pretend.defer()
+    with penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=nn.MSELoss(), balance="time", example=(x,)) as pipe:
+        counts = list(pipe.deployment.staged.balance)
+    named = [(str(number), layer) for number, layer in enumerate(model)]
+    weights = profile_layers(named, (x,), device=there, rounds=1, repeats=1)
+    return counts, weights[0].milliseconds
+
+
+SLOW = 0.05  # seconds of a kernel
+
+
+@pytest.mark.parametrize("where", mostly_slow(["on the CPU", "there already"], "there already"))
+def test_a_cut_by_time_goes_by_the_kernels_of_the_device_that_layers_are_on(where: str) -> None:
+    """Of a model that was on another device than the current one, the launches were measured."""
+    counts, milliseconds = on_device(cut_by_time, where).value
+    assert counts == [1, 3]
+    assert milliseconds >= 1e3 * SLOW
+
+
 def captured() -> float:
     """How far gradients of a captured graph, its stages on two devices, are from the plain loop's."""
     import copy

@@ -156,6 +156,7 @@ def wait_for_a_device_that_sends() -> bool:
     if rank:
         time.sleep(KERNEL)
         dist.recv(x, 0)
+        torch.accelerator.synchronize(1)
         return True
     work = dist.isend(x, 1)
     torch.accelerator.synchronize(0)

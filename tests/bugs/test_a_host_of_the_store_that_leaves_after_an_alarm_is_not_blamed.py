@@ -3,6 +3,9 @@
 The rank that hosts the store waits until the others have read the verdict, but not for ever: of two dead ranks, only
 one is in the verdict, and the other never reads it. On a loaded machine a living rank was later than these three
 seconds. It found the store gone, and blamed its host, though it had read itself in the store who was lost.
+
+And a rank that was silent for the timeout, busy in its own code, may come back in that very moment: it was not waited
+for, because the verdict was of it, and it blamed the host as well (seed 374 of the rehearsals).
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from penstock.runtime.transport.failure import watch as module
 from penstock.runtime.transport.failure.blame import State
 from penstock.runtime.transport.failure.notes import Alarm, Bulletin
 from penstock.runtime.transport.failure.watch import Watch
+from penstock.schedule import Costs, build
+from penstock.tools.rehearsal.rehearse import rehearse
 
 LOST = PeerFailure(2, "died or left (its connection closed) while rank 1 waited")
 PREFIX = "test"
@@ -67,3 +72,11 @@ def test_the_host_of_the_store_waits_for_those_that_have_answered(monkeypatch: p
     assert watch.propose(LOST).rank == 2
     watch.close()
     assert not late.is_alive()
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_host_of_the_store_waits_for_the_rank_that_is_named_if_that_is_alive(seed: int) -> None:
+    found = rehearse(
+        build("1f1b", 2, 3), Costs(), faults=["stall 1 at 3.2 for 40"], seed=seed, timeout=10.0, store_host=0
+    )
+    assert [notice.named for notice in found.notices] == [1, 1]

@@ -116,7 +116,12 @@ def test_layer_drop_raises_and_never_trains_by_the_old_plan() -> None:
             module.config.layerdrop = 0.5
     example = {name: value[:2] for name, value in batch(S).items()}
     with penstock.Pipeline(
-        model, stages=2, microbatches=2, example=example, cut_options=penstock.CutOptions(method="replay")
+        model,
+        stages=2,
+        microbatches=2,
+        example=example,
+        cut_options=penstock.CutOptions(method="replay"),
+        loss_options=penstock.LossOptions(reduction="sum"),
     ) as pipe:
 
         def train() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.schedule import FAMILIES, Costs, Placement, Schedule, build, simulate
-from penstock.schedule.files.drawing import cells_of
 from penstock.schedule.proof.verify import faults
 from penstock.tools.search.bounds.lower_bound import lower_bound
 
@@ -60,7 +59,7 @@ def case(draw: random.Random, name: str) -> dict[str, Any]:
 
 def cells(schedule: Schedule) -> list[list[str]]:
     """The rows as text, empty where a rank idles."""
-    return [cells_of(schedule, rank, "") for rank in range(schedule.ranks)]
+    return [schedule.columns.texts(rank, "") for rank in range(schedule.ranks)]
 
 
 def damage(draw: random.Random, schedule: Schedule) -> Schedule:

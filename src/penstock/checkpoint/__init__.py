@@ -5,5 +5,6 @@ named_tensors    what one process saves; plain values as in `messages.plain`, ne
 save/            who writes what, and one save from the copy to the rename
 load/            which checkpoint is whole, its tensors for any layout, and where they go
 disk/            manifest, folder and lock
+files/           safetensors on disk, and other libraries' folders;  processes: what they tell each other;  generators
 export           safetensors for other programs;  difference: two checkpoints compared
 """

@@ -63,7 +63,7 @@ def generate(
     begins = questions or prompts or ["def "]
     with working("loading"):
         prepare_environment()
-        from penstock.tools.train.generation.continuing import Sampling  # loads torch
+        from penstock.tools.train.generation.continuing import Sampling  # loads torch, as the next does
         from penstock.tools.train.generation.opening import open_writer
 
         sampling = Sampling(**options)  # type: ignore[arg-type]

@@ -9,22 +9,28 @@ and all members have the same rank in their pipelines: failures are told in thes
 from __future__ import annotations
 
 import re
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import timedelta
+from functools import partial
 from time import monotonic
 from typing import Any
 from weakref import ref
 
+import torch
 import torch.distributed as dist
 
+from penstock.devices import CPU, on_accelerator, own_backend
 from penstock.errors import PeerFailure
 from penstock.runtime.transport.base import Where, nowhere
 from penstock.runtime.transport.distributed.transport import DistributedTransport
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.own_state import held_weakly
 from penstock.runtime.transport.failure.peer_failures import CONNECTION_CLOSED, after_loss, placed
+from penstock.runtime.transport.failure.silence import LONGEST_SECONDS
 
 LATER_SECONDS = 6.0  # a pipeline finds out for itself first which of its ranks is silent
 SOON_SECONDS = 2.0  # The backend's timeout may be later by this where nobody else looks at a wait.
@@ -41,13 +47,28 @@ class AxisLink:
         self.size, self.index = dist.get_world_size(group), dist.get_rank(group)
         self._pipeline, self._rank = pipeline, pipeline.rank
         self._inside = ""  # what this rank waits in, in words
+        self._passed: DeviceWaits | None = None
         self._timeout = timeout + LATER_SECONDS
         self.transport = DistributedTransport(group, self._timeout)
         self._watch = self.transport.watch
         self._watch_pipeline()
         # Waits that nobody else looks at have only the backend's own timeout.
         limit = timeout + SOON_SECONDS if unseen else self._timeout + SLACK_SECONDS
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=limit), group)
+        if CPU in group._device_types:
+            group._get_backend(CPU).set_timeout(timedelta(seconds=limit))
+        device = pipeline.device
+        own = own_backend(group, device.type) if device is not None and on_accelerator(device) else None
+        if device is not None and own is not None:
+            if not unseen:  # The watch sees them. A device's own limit ends the process, also where a peer compiles.
+                own.set_timeout(timedelta(seconds=self._timeout + LONGEST_SECONDS))
+            self._watch_device(own, device)
+
+    def _watch_device(self, backend: Any, device: torch.device) -> None:
+        """Watch collectives in which the device waits, while its host goes on; they end with this link."""
+        self._passed = passed = DeviceWaits(device, (self.index + 1) % self.size, f"for the other {self.word}s")
+        pipeline, elsewhere = self._pipeline.watch, self._pipeline.watch.waits_in_other_group
+        pipeline.waits_in_other_group = lambda: elsewhere() or passed.first() is not None
+        self._watch.device_waiting, self._watch.abort_device = passed.first, partial(_abort, backend)
 
     def _watch_pipeline(self) -> None:
         """Watch the pipeline: a member that waits in it is not to blame, and it knows who is; each ends with the other.
@@ -114,6 +135,8 @@ class AxisLink:
                 raise after_loss(watch.verdict)
             with self._pipeline.in_other_group(self.abort):
                 yield
+                if self._passed is not None:
+                    self._passed.note()
         except PeerFailure as failure:
             raise self._lost(failure) from None
         except RuntimeError as error:
@@ -187,6 +210,36 @@ class AxisLink:
             renamed.report = renamed.report.replace("\n  rank ", f"\n  {self.word} ")
             renamed.report = re.sub(r"(?m)(, waiting for) rank (?=\d+$)", rf"\1 {self.word} ", renamed.report)
         return renamed
+
+
+class DeviceWaits:
+    """Waits of a device for a peer, by events behind them on the stream that computes."""
+
+    def __init__(self, device: torch.device, peer: int, reason: str) -> None:
+        self._device, self._peer, self._reason = device, peer, reason
+        self._events: deque[torch.Event] = deque()
+        self._since: tuple[torch.Event | None, float] = (None, 0.0)  # of the first event, when it was first seen
+        self._looking = threading.Lock()  # The watches of this link and of the pipeline look.
+
+    def note(self) -> None:
+        """Note that the device waits in what was launched last."""
+        self._events.append(torch.accelerator.current_stream(self._device).record_event())
+
+    def first(self) -> Waiting | None:
+        """Return the first wait that has not ended, since it was first seen to be that."""
+        with self._looking:
+            while self._events and self._events[0].query():
+                self._events.popleft()
+            first = self._events[0] if self._events else None
+            if first is not self._since[0]:
+                self._since = first, monotonic()
+            return None if first is None else Waiting(self._peer, None, -1, self._since[1], self._reason)
+
+
+def _abort(backend: Any) -> None:
+    """End the kernels that wait for a peer."""
+    with suppress(RuntimeError):
+        backend.abort()
 
 
 def _from_backend(error: RuntimeError) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from penstock.devices import accelerator, indexed, on_accelerator
+from penstock.devices import accelerator, indexed, on_accelerator, own_backend
 from penstock.errors import UsageError
 from penstock.model.staged_model import StagedModel
 from penstock.parallel.group.world import World
@@ -64,7 +64,7 @@ def devices_of_ranks(
     if world.size is None:
         owners = _together(staged, placement)
         return {rank: torch.device(kind, owners[rank] % torch.accelerator.device_count()) for rank in local}
-    return dict.fromkeys(local, torch.device(kind, own_index())) if serves(world.group, kind) else {}
+    return dict.fromkeys(local, torch.device(kind, own_index())) if own_backend(world.group, kind) is not None else {}
 
 
 def _together(staged: StagedModel, placement: Placement) -> list[int]:
@@ -84,16 +84,13 @@ def measuring_device(
     if asked is None or not isinstance(asked, str):
         return indexed(asked[0]) if asked else None
     kind = accelerator()
-    if kind is None or on_accelerator(home_of(modules)) or not (world.size is None or serves(world.group, kind)):
+    if (
+        kind is None
+        or on_accelerator(home_of(modules))
+        or (world.size is not None and own_backend(world.group, kind) is None)
+    ):
         return None
     return torch.device(kind, 0 if world.size is None else own_index())
-
-
-def serves(group: Any, kind: str) -> bool:
-    """Return whether a process group has a backend for the accelerator itself; one of gloo alone is for CPUs."""
-    if not isinstance(group, dist.ProcessGroup) or kind not in {device.type for device in group._device_types}:
-        return False
-    return bool(group._get_backend(torch.device(kind)).name() != "gloo")
 
 
 def own_index() -> int:

@@ -59,6 +59,15 @@ def _of_state(
 class Pipeline:
     """Trains a model that is cut into stages, as a pipeline, by a schedule.
 
+    ::
+
+        with Pipeline(model, stages=4, microbatches=8, loss_fn=F.cross_entropy) as pipe:
+            optimizer = torch.optim.AdamW(pipe.parameters())
+            for x, y in data:
+                result = pipe.step(x, target=y)
+                optimizer.step()
+                optimizer.zero_grad()
+
     In one process the ranks of the pipeline are threads. Under `torchrun` each rank is a process; then every process
     builds the same `Pipeline` and makes the same calls. A `Pipeline` is also a context manager that closes itself.
 
@@ -99,7 +108,7 @@ class Pipeline:
         parallel_options: How replicas and tensors are spread over `mesh`.
     """
 
-    _batches_type = Batches
+    _batches_type = Batches  # The schedule classes of compat/pipelining have their own.
 
     def __init__(
         self,

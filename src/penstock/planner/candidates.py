@@ -22,7 +22,6 @@ from penstock.tools.train.run.memory import Memory
 # After so many rounds of as many microbatches as ranks, and so many at least, a schedule repeats itself.
 ROUNDS, FEWEST = 3, 16
 SMALL, SURE = 8, 0.8  # Ranks of a schedule that tells what longer ones hold; the share of it that is counted on.
-NEARLY = 0.9  # The share that is counted on of what a schedule with fewer microbatches holds.
 Found = TypeVar("Found")
 
 
@@ -167,7 +166,8 @@ class PlanCandidate:
     def peaks(self) -> list[tuple[float, float]]:
         """Bytes of each rank at its peak: of activations, and of activations and gradients at one time."""
         if self.searched is None:
-            peaks = self._peaks_of(self.microbatches)
+            sizes = self.layout.pp, self.microbatches, self.stages_per_rank
+            peaks = _peaks(self.family, *sizes, self.costs, *self._gradients)
         else:
             peaks = peaks_with_gradients(self.searched, self.costs, *self._gradients)
         extra = map(self._extra, self.own)
@@ -176,9 +176,6 @@ class PlanCandidate:
             return found
         whole = [sum(map(self.pricing.gradient_bytes, own)) for own in self.own]
         return [(alone + gradients, alone + 2 * gradients) for (alone, _), gradients in zip(found, whole, strict=True)]
-
-    def _peaks_of(self, microbatches: int) -> list[tuple[float, float]]:
-        return _peaks(self.family, self.layout.pp, microbatches, self.stages_per_rank, self.costs, *self._gradients)
 
     @property
     def _gradients(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -216,25 +213,17 @@ class PlanCandidate:
         return max(each.extra + (each.burst if self.recompute else 0.0) for each in own)
 
     def needs_more_than(self, room: float) -> float:
-        """Return how many bytes the fullest rank needs beyond `room`, nearly at least, and 0 where that is not sure.
+        """Return how many bytes the first rank needs beyond `room`, nearly at least, and 0 where that is not sure.
 
-        It is found out on schedules that are cheaper than its own: of a few ranks, then of a few microbatches.
+        It is found out on a schedule of a few ranks, which is cheaper than its own.
         """
         ranks = self.layout.pp
-        if ranks > SMALL:
-            own = self.own[0]
-            flight = min(self.microbatches - 1, SURE * _in_flight(self.family, min(3, self.stages_per_rank)) * ranks)
-            kept = flight * sum(each.kept if self.recompute else each.saved for each in own)
-            first = self.pricing.memory(own, kept + self._extra(own), self.states).process
-            if first > room:
-                return first - room
-        if self.microbatches <= ranks or not _grows(self.family):  # The schedule itself is not much longer.
+        if ranks <= SMALL:
             return 0.0
-        found = max(
-            self.pricing.memory(own, alone, self.states, NEARLY * both).process
-            for own, (alone, both) in zip(self.own, self._peaks_of(ranks), strict=True)
-        )
-        return max(0.0, found - room)
+        own = self.own[0]
+        flight = min(self.microbatches - 1, SURE * _in_flight(self.family, min(3, self.stages_per_rank)) * ranks)
+        kept = flight * sum(each.kept if self.recompute else each.saved for each in own)
+        return max(0.0, self.pricing.memory(own, kept + self._extra(own), self.states).process - room)
 
     @property
     def seconds(self) -> float:

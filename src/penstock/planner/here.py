@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
-from torch.utils import _pytree as pytree
 
 from penstock.devices import free_memory
 from penstock.errors import RunError
@@ -233,15 +232,16 @@ class TimedPipeline:
         config = replace(config, data=replace(config.data, batch=rows))
         model, loss = build_model(config)
         mesh = make_mesh(layout.pp, layout.dp, layout.tp) if layout.dp * layout.tp > 1 else None
-        share = _rows(batch, rows)
-        own = share.share(0 if mesh is None else mesh.get_local_rank("dp"), layout.dp)
+        # Those of the batch again and again, until there are so many.
+        every = batch.with_rows(lambda tensor: tensor[torch.arange(rows, device="cpu") % len(tensor)])
+        own = every.share(0 if mesh is None else mesh.get_local_rank("dp"), layout.dp)
         pipe = build_pipeline(
             config, model, loss, own, ranks=layout.pp, mesh=mesh, values=lambda _, tensor: tensor.zero_()
         )
         self.pipe: Pipeline = stack.enter_context(pipe)
         self.optimizer = build_optimizer(config, self.pipe)
         self.clip = config.optimizer.clip
-        (kwargs,) = shares_of(pipe.loss_fn, [share.target])
+        (kwargs,) = shares_of(pipe.loss_fn, [every.target])
         self.call = partial(pipe.step, *own.args, target=own.target, loss_kwargs=kwargs, **own.kwargs)
 
     def turn(self) -> tuple[Costs, float]:
@@ -278,15 +278,3 @@ class TimedPipeline:
         step = statistics.median(seconds for _, seconds in turns)
         around = max(0.0, step - simulate(self.pipe.schedule, costs).makespan)
         return MeasuredCosts(costs, around, statistics.median(abs(seconds / step - 1) for _, seconds in turns))
-
-
-def _rows(batch: DataBatch, count: int) -> DataBatch:
-    """Make so many rows, those of the batch again and again."""
-
-    def cut(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or not value.dim():
-            return value
-        return value[torch.arange(count, device="cpu") % len(value)]
-
-    args, kwargs, target = pytree.tree_map(cut, (batch.args, batch.kwargs, batch.target))
-    return DataBatch(args, kwargs, target, batch.tokens)

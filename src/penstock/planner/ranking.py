@@ -7,12 +7,10 @@ a fraction of the work.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 from itertools import count
 from math import inf
 from typing import Any, TypeVar
@@ -25,6 +23,7 @@ from penstock.planner.plans import Plan, Plans, Rejected
 from penstock.planner.price import Pricing
 from penstock.planner.profile import Profile
 from penstock.schedule import family, search_report, simulate
+from penstock.tools.search.explore import without_collecting
 from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.run.memory import KINDS, Memory, optimizer_states
 from penstock.view.figures import bytes_text
@@ -35,6 +34,7 @@ FEW_SIZES = 4  # Where fewer of these divide a batch, its other divisors are loo
 RANKED = 10  # Layouts that are priced to the end.
 SEARCHED, EFFORT = 512, 300  # Microbatch-stages of plans whose schedule is also searched for; orders that are priced.
 ALIKE = 1.01  # Times that differ by less than this factor are alike.
+PRICED = 16  # Candidates that do not fit and are priced, for the advice on memory.
 WORTH = 0.01  # What a searched schedule must save, as a share of the makespan.
 PricingOf = Callable[[MeshLayout, int], Pricing]
 OfCut = Callable[[], Iterable[PlanCandidate]]
@@ -62,7 +62,7 @@ def candidates(layout: MeshLayout, pricing_of: PricingOf, space: SearchSpace) ->
 def _cuts_of(layout: MeshLayout, pricing_of: PricingOf, space: SearchSpace) -> Iterator[tuple[float, OfCut]]:
     """Yield, per size of microbatches and number of stages, seconds at least, and what finds the candidates."""
     share = space.batch // layout.dp
-    for rows in _sizes(share, space.rows):
+    for rows in sizes_of_microbatches(share, space.rows):
         pricing = pricing_of(layout, rows)
         if rows < pricing.profile.least_rows:
             continue
@@ -82,7 +82,7 @@ def _candidates_of_cut(
                 yield PlanCandidate(pricing, name, per_rank, microbatches, recompute, tuple(cuts), space.states)
 
 
-def _sizes(share: int, rows: Sequence[int]) -> list[int]:
+def sizes_of_microbatches(share: int, rows: Sequence[int]) -> list[int]:
     """Return the rows of a microbatch that divide those of a replica."""
     found = [each for each in rows if share % each == 0]
     if len(found) < FEW_SIZES and rows == ROWS:
@@ -99,14 +99,14 @@ class _Choice:
     bound: float = inf  # What was not simulated takes at least so many seconds.
     closest: PlanCandidate | None = None  # The one that does not fit with the fewest bytes too many.
     excess: float = inf  # These bytes, nearly at least.
-    larger: PlanCandidate | None = None  # The one that does not fit and might be the fastest.
+    larger: list[PlanCandidate] = field(default_factory=list)  # Those that would fit into twice the room.
 
-    def reject(self, candidate: PlanCandidate, excess: float, least: float) -> None:
-        """Note a candidate that needs `excess` bytes too many, nearly at least, and takes `least` seconds or more."""
+    def reject(self, candidate: PlanCandidate, excess: float, room: float) -> None:
+        """Note a candidate that needs `excess` bytes more than the room, nearly at least."""
+        if excess <= room:
+            self.larger.append(candidate)
         if excess < self.excess:
             self.closest, self.excess = candidate, excess
-        if self.larger is None or (least < self.larger.bound and candidate.bound < self.larger.bound):
-            self.larger = candidate
 
 
 def choose(found: Iterable[PlanCandidate], room: float) -> _Choice:
@@ -141,13 +141,13 @@ def _choose_each(
         elif not isinstance(candidate, PlanCandidate):
             for each in candidate():
                 if each.least_bytes > room:
-                    choice.reject(each, each.least_bytes - room, bound)
+                    choice.reject(each, each.least_bytes - room, room)
                 else:
                     heappush(queue, (each.bound, next(numbers), key, each))
         elif (way := (candidate.pricing, candidate.family, candidate.stages_per_rank)) not in without:
             excess = candidate.needs_more_than(room) or candidate.fullest.process - room
             if excess > 0:
-                choice.reject(candidate, excess, bound)
+                choice.reject(candidate, excess, room)
                 continue
             without.add(way)
             if candidate.seconds < choice.seconds:
@@ -170,7 +170,7 @@ def rank_plans(
     space = space or SearchSpace(config.data.batch, optimizer_states(config))
     pricing_of = cache(pricing_of or (lambda layout, rows: Pricing(profile, cluster, layout, rows)))
     every = layouts_of(profile, cluster, space.batch) if among is None else among
-    with _no_collections():
+    with without_collecting():
         chosen, rejected = _choose_all(every, pricing_of, space, cluster.room)
     found = [(layout, choice.best) for layout, choice in chosen if choice.best is not None]
     if found:
@@ -194,7 +194,7 @@ def _fewer_devices(seconds: float, profile: Profile, cluster: Cluster, space: Se
         ways, _ = _ways(every, pricing_of, space, part.room)
         if min((bound for group in ways.values() for bound, _ in group), default=inf) >= within:
             break  # Nothing can be faster, on these and on fewer.
-        with _no_collections():
+        with without_collecting():
             choices = _choose_each(ways, part.room, 1, within)
         found = min(choices.values(), key=lambda choice: choice.seconds)
         if found.best is not None and found.seconds < within:
@@ -204,18 +204,6 @@ def _fewer_devices(seconds: float, profile: Profile, cluster: Cluster, space: Se
             f"devices: {best[0].world} of the {cluster.world} take {best[1].seconds:.4g} s, with {best[1].layout} and "
             f"{best[1].family}; more of them do not help a batch of {space.batch} rows"
         )
-
-
-@contextmanager
-def _no_collections() -> Iterator[None]:
-    """Leave out Python's search for cycles, of which schedules have none: it is a fifth of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _choose_all(
@@ -355,8 +343,14 @@ def _advice(best: Plan, chosen: Sequence[_Choice], cluster: Cluster) -> Iterator
     first, *others = best.shares  # The work itself comes first.
     kind = max(others, key=lambda name: best.shares[name])
     yield f"{first}: {best.shares[first] / best.seconds:.0%} of a step; {kind}: {best.shares[kind] / best.seconds:.0%}"
-    larger = min((each.larger for each in chosen if each.larger), key=lambda candidate: candidate.bound, default=None)
-    if larger is not None and larger.bound < 0.97 * best.seconds and larger.seconds < 0.97 * best.seconds:
+    larger, limit = None, 0.97 * best.seconds
+    rejected = [each for choice in chosen for each in choice.larger]
+    for candidate in nsmallest(PRICED, rejected, key=lambda each: each.bound):
+        if candidate.bound >= limit:
+            break
+        if candidate.fullest.process <= 2 * cluster.room and candidate.seconds < limit:
+            larger, limit = candidate, candidate.seconds
+    if larger is not None:
         more = (
             1.001 * (larger.fullest.process - cluster.room) / (1 - cluster.device.headroom)
         )  # Rounded, it still fits.

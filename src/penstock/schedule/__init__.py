@@ -1,4 +1,4 @@
-"""Schedules as values: built, drawn, proved, priced, searched for. Pure Python; never imports torch.
+"""Schedules as values: built, drawn, proved, priced, searched for. Python and numpy; never imports torch.
 
 What searches for schedules is a tool, which is loaded when one of its names is first used.
 """

@@ -82,6 +82,7 @@ NEIGHBOUR = {Op.SEND_F: 1, Op.RECV_F: -1, Op.SEND_B: -1, Op.RECV_B: 1}
 ARROW = {Op.SEND_F: "->", Op.RECV_F: "<-", Op.SEND_B: "->", Op.RECV_B: "<-"}
 EXPECTED = "expected <stage><op><microbatch>, such as 2F0, 1I3, 0SEND_F1, 0SEND_F1->3, 3UNSHARD or (1F3;0B2)OVERLAP_F_B"
 
+LARGEST = 2**31 - 1  # what an element of `Columns` holds: far above any stage and microbatch
 LONGEST = 200  # characters; far above any real action, far below what Python refuses to read as a number
 
 _PLAIN = re.compile(
@@ -133,6 +134,8 @@ class Action(_Fields):
             _whole("peer", peer)
         if stage < 0 or (microbatch is not None and microbatch < 0):
             raise NotationError(f"stage {stage}, microbatch {microbatch}: both must be 0 or more")
+        if max(stage, microbatch or 0, peer or 0) > LARGEST:
+            raise NotationError(f"a stage or microbatch has a number of at most {LARGEST:,}")
         if op.is_sharding and microbatch is not None:
             raise NotationError(f"{stage}{op} is about a whole stage and takes no microbatch, got {microbatch}")
         if not op.is_sharding and microbatch is None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 from penstock.errors import UsageError
 from penstock.schedule.action import Action, Op, trusted
@@ -22,7 +22,6 @@ from penstock.schedule.seen import Row
 Array = Any  # An array of numpy, which is not imported for the sake of a name.
 OPS = tuple(Op)
 NAMES = tuple(Op.__members__)
-MOST = 2**31 - 1  # what an element holds; a larger number is no stage and no microbatch of any schedule
 MOST_COMPUTES = 200_000_000  # F, I and W: some thirty gigabytes; more than that is a slip of the keyboard
 
 
@@ -107,11 +106,6 @@ class Columns:
 
         same = (self.position[1:] == self.position[:-1]) & (self.rank[1:] == self.rank[:-1])
         return np.flatnonzero(same) + 1
-
-    @cached_property
-    def clipped(self) -> bool:
-        """Is there a number that an element does not hold? It is out of range in every schedule."""
-        return any((column == MOST).any() for column in (self.stage, self.microbatch, self.peer))
 
     def kept(self, chosen: Array) -> Columns:
         """Return only the chosen parts, in the same order and without idle slots between them."""
@@ -246,7 +240,4 @@ def _numbers(values: tuple[int | None, ...]) -> Array:
         if not any(values) and 0 not in values:
             return np.full(len(values), -1, dtype=np.int32)
         values = tuple(-1 if value is None else value for value in values)
-    whole = cast("tuple[int, ...]", values)
-    if max(whole, default=0) > MOST:
-        whole = tuple(min(value, MOST) for value in whole)
-    return np.array(whole, dtype=np.int32)
+    return np.array(values, dtype=np.int32)

@@ -5,8 +5,8 @@ laptop, compared, hashed, drawn, saved, proved and priced; the executor then run
 object. An entry is an `Action`, or None for an idle slot: a compute schedule is a grid
 whose columns are time slots, a lowered program is a plain order with transfers in it.
 
-Passes over it read and write `columns`, the same actions as flat arrays; a schedule that a pass
-made has its `rows` of actions from the first moment that somebody looks at them.
+It is kept as `columns`, flat arrays that passes read and write; its `rows` of actions are made of them
+when somebody looks at them.
 
 The constructor only arranges; whether the schedule is any good is `verify`'s to say, all
 faults at once. What cannot be told from the actions is kept beside them: the placement, how
@@ -17,10 +17,10 @@ passes have run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from os import PathLike
-from typing import Any, cast
+from typing import Any, ClassVar
 
 from penstock.errors import UsageError
 from penstock.rules import check_count, is_index
@@ -31,7 +31,6 @@ from penstock.schedule.seen import (
     PASSES,
     Row,
     microbatches_seen,
-    ops_of,
     parts_of,
     passes_seen,
     placement_seen,
@@ -39,8 +38,6 @@ from penstock.schedule.seen import (
     skips_seen,
 )
 from penstock.schedule.topology import Topology
-
-__all__ = ["Row", "Schedule", "expect_schedule"]
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
@@ -59,7 +56,7 @@ class Schedule:
             show.
     """
 
-    rows: tuple[Row, ...]
+    columns: Columns  # The actions as flat arrays, for passes.
     placement: Placement
     microbatches: int
     topology: Topology
@@ -67,6 +64,7 @@ class Schedule:
     recompute: frozenset[int]  # stages whose forward runs again in their backward, so that F keeps only its input
     name: str = field(compare=False)
     passes: frozenset[str] = field(compare=False)  # "transfers", "reductions", "shards"
+    certificate: ClassVar[Any] = None  # Set once `verify` has proved it, or `load` has found one that is for it.
 
     def __init__(
         self,
@@ -81,6 +79,7 @@ class Schedule:
         passes: Iterable[str] | None = None,
     ) -> None:
         filled = () if isinstance(rows, Columns) else rows_of(rows)  # Whoever passes columns states all facts.
+        self.__dict__["columns"] = rows if isinstance(rows, Columns) else Columns.of(filled)
         if placement is None:
             placement = placement_seen(filled)
         elif not isinstance(placement, Placement):
@@ -96,40 +95,27 @@ class Schedule:
         if topology.stages != placement.stages:
             raise UsageError(f"the topology has {topology.stages} stages and the placement {placement.stages}")
         if forward_only is None:
-            forward_only = not any(part.op.is_backward for _, _, part in parts_of(filled))
+            forward_only = not any(op.is_backward for op in self.ops)
         for name_, value in {
-            **({"columns": rows} if isinstance(rows, Columns) else {"rows": filled}),
             "placement": placement,
             "microbatches": microbatches,
             "topology": topology,
             "forward_only": forward_only,
             "recompute": recomputing_stages(recompute, placement.stages),
             "name": name,
-            "passes": passes_seen(ops_of(filled)) if passes is None else _passes_of(passes),
+            "passes": passes_seen(self.ops) if passes is None else _passes_of(passes),
         }.items():
             self.__dict__[name_] = value
 
-    def __getattr__(self, name: str) -> Any:  # Only names that are not in the instance yet come here.
-        if name == "certificate":  # Set once `verify` has proved it, or `load` has found one that is for it.
-            return None
-        if name != "rows" or "columns" not in self.__dict__:
-            raise AttributeError(f"a Schedule has no {name!r}")
-        rows = self.__dict__["rows"] = tuple(map(self.columns.row, range(self.columns.ranks)))
-        return rows
-
     @cached_property
-    def columns(self) -> Columns:
-        """The same actions as flat arrays, for passes."""
-        return Columns.of(self.rows)
+    def rows(self) -> tuple[Row, ...]:
+        """The actions of each rank, in order; `None` is an idle slot."""
+        return tuple(map(self.columns.row, range(self.columns.ranks)))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
             return NotImplemented
-        if self._meaning != other._meaning:
-            return False
-        if "rows" in self.__dict__ and "rows" in other.__dict__:
-            return self.rows == other.rows
-        return self.columns.same_as(other.columns)
+        return self._meaning == other._meaning and self.columns.same_as(other.columns)
 
     def __hash__(self) -> int:
         columns = self.columns
@@ -144,7 +130,7 @@ class Schedule:
     @property
     def ranks(self) -> int:
         """Number of ranks."""
-        return len(self.rows) if "rows" in self.__dict__ else self.columns.ranks
+        return self.columns.ranks
 
     @property
     def stages(self) -> int:
@@ -154,7 +140,7 @@ class Schedule:
     @property
     def slots(self) -> int:
         """Number of time slots of the longest row."""
-        return max(map(len, self.rows)) if "rows" in self.__dict__ else max(self.columns.lengths)
+        return max(self.columns.lengths)
 
     @cached_property
     def ops(self) -> frozenset[Op]:
@@ -190,9 +176,9 @@ class Schedule:
             rows: The new rows. By default, the present ones.
             **changes: Other arguments of the constructor to change.
         """
-        if rows is None:
-            rows = self.rows if "rows" in self.__dict__ else self.columns
-        return replace(self, rows=cast("Any", rows), **changes)
+        names = ("placement", "microbatches", "topology", "forward_only", "recompute", "name", "passes")
+        facts: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return Schedule(self.columns if rows is None else rows, **{**facts, **changes})
 
     def compute(self) -> Schedule:
         """Return a schedule of the computes only, in the same order, without idle slots, transfers or sharding."""
@@ -258,12 +244,7 @@ class Schedule:
             number: The number of the part.
         """
         columns = self.columns
-        rank, position = int(columns.rank[number]), int(columns.position[number])
-        if "rows" not in self.__dict__:
-            return rank, position, columns.part(number)
-        entry = self.rows[rank][position]  # an action that no array holds stands there as it was written
-        assert entry is not None
-        return rank, position, entry.parts()[number - int(columns.cell[number])]
+        return int(columns.rank[number]), int(columns.position[number]), columns.part(number)
 
     def messages(self, source: int, target: int) -> tuple[Action, ...]:
         """Return what crosses from one rank to another in a lowered program, in order: the sends of `source`.

@@ -66,14 +66,8 @@ def microbatches_seen(rows: Sequence[Row]) -> int:
     return max(counts, key=lambda count: (counts[count], count))
 
 
-def ops_of(rows: Iterable[Iterable[Action | None]]) -> frozenset[Op]:
-    """Return the ops that stand in the rows."""
-    return frozenset(action[1] for row in rows for action in row if action is not None)
-
-
-def passes_seen(ops: Iterable[Op]) -> frozenset[str]:
+def passes_seen(ops: frozenset[Op]) -> frozenset[str]:
     """Return which passes must have run, by the ops that they add."""
-    ops = frozenset(ops)
     names = {
         "transfers": any(op.is_transfer for op in ops),
         "reductions": Op.REDUCE_GRAD in ops,

@@ -22,6 +22,7 @@ struct Operation {
   MomentPtr after, end;  // what the stream of the caller has to reach first; its own end
   std::atomic<bool> started{false};
   std::chrono::steady_clock::time_point launched;
+  double limit = 0;  // seconds that its group allows it
 
   std::exception_ptr error();
   void fail(std::exception_ptr error);

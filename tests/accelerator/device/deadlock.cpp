@@ -224,13 +224,13 @@ void abort_all(const std::string& why) {
   for (auto& each : all_communicators()) each->abort(why);
 }
 
-void enforce_timeout(double timeout) {
+void enforce_timeouts() {
   auto now = std::chrono::steady_clock::now();
   for (auto& each : all_communicators())
     for (auto& operation : each->pending())
-      if (operation->started && std::chrono::duration<double>(now - operation->launched).count() > timeout) {
+      if (std::chrono::duration<double>(now - operation->launched).count() > operation->limit) {
         auto text = "watchdog: " + operation->text + " on communicator " + each->name + " has not ended within " +
-            std::to_string(timeout) + " s";
+            std::to_string(operation->limit) + " s";
         report("error", text);
         const char* mode = std::getenv("PRETEND_WATCHDOG");
         if (!mode || std::string(mode) == "kill") {  // as NCCL's does
@@ -242,13 +242,13 @@ void enforce_timeout(double timeout) {
       }
 }
 
-void look(int rank, std::string folder, double patience, double timeout) {
+void look(int rank, std::string folder, double patience) {
   std::string last;
   auto since = std::chrono::steady_clock::now();
   bool published = false;
   while (true) {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));
-    enforce_timeout(timeout);
+    enforce_timeouts();
     auto state = state_now(rank);
     auto content = packed(state);
     auto now = std::chrono::steady_clock::now();
@@ -279,9 +279,9 @@ void look(int rank, std::string folder, double patience, double timeout) {
 }
 }  // namespace
 
-void watch_for_deadlocks(int rank, const std::string& folder, double patience, double timeout) {
+void watch_for_deadlocks(int rank, const std::string& folder, double patience) {
   static std::once_flag once;
-  std::call_once(once, [&] { std::thread(look, rank, folder, patience, timeout).detach(); });
+  std::call_once(once, [&] { std::thread(look, rank, folder, patience).detach(); });
 }
 
 std::string state_of_this_process(int rank) {

@@ -8,6 +8,6 @@
 
 namespace pretend {
 // Begins to look, where it has not begun. `rank` is that in the world, `folder` is shared by all processes.
-void watch_for_deadlocks(int rank, const std::string& folder, double patience, double timeout);
+void watch_for_deadlocks(int rank, const std::string& folder, double patience);
 std::string state_of_this_process(int rank);  // for people
 }  // namespace pretend

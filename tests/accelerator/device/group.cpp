@@ -417,6 +417,7 @@ class Group final : public c10d::Backend {
     operation->id = next_operation();
     operation->text = job.text;
     operation->what = job.what;
+    operation->limit = timeout_;
     for (const auto& part : job.parts) operation->parts.emplace_back(part);
     operation->finish = std::move(job.finish);
     operation->tensors = job.tensors;

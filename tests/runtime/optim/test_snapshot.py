@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from copy import deepcopy
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
+from accelerator.harness import NAMES, on_device
+from tiers import mostly_slow
 from torch import Tensor, nn
 
 from penstock.runtime.optim.snapshot import UpdateSnapshot, WeightsSeen, has_all
@@ -20,6 +24,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True),
     "lbfgs, whose state has lists": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1, max_iter=1),
     "noisy, which draws": lambda parameters: Noisy(parameters, {"lr": 0.1}),
+    "noisy, by Python's numbers": lambda parameters: NoisyByPython(parameters, {"lr": 0.1}),
     "warming up, by attributes": lambda parameters: WarmingUp(parameters, {"lr": 0.1}),
     "counting, in a slot and its class": lambda parameters: Counting(parameters, {"lr": 0.1}),
 }
@@ -34,6 +39,15 @@ class Noisy(torch.optim.Optimizer):
             group["count"] = group.get("count", 0) + 1
             for parameter in group["params"]:
                 parameter -= group["lr"] * (parameter.grad + torch.randn_like(parameter) * group["count"])
+
+
+class NoisyByPython(torch.optim.Optimizer):
+    """Adds random numbers of Python's and numpy's."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.1 * parameter.grad + random.random() + np.random.rand()
 
 
 class WarmingUp(torch.optim.Optimizer):
@@ -134,6 +148,8 @@ def test_the_right_update_after_a_wrong_one_is_the_right_update(name, before):
     for by_a_wrong_one in (False, True):
         run = Run(name)
         torch.manual_seed(7)
+        random.seed(7)
+        np.random.seed(7)
         snapshot = UpdateSnapshot(run.optimizer, run.rate)
         for number in range(before + 2):
             run.backward()
@@ -147,6 +163,36 @@ def test_the_right_update_after_a_wrong_one_is_the_right_update(name, before):
         made.append(run.values())
     for one, other in zip(*made, strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def updated_again_on_a_device() -> list[list[float]]:
+    """What an optimizer that draws on its device makes of a parameter: at once, and after a wrong update."""
+    from accelerator import pretend
+
+    made = []
+    for by_a_wrong_one in (False, True):
+        parameter = nn.Parameter(torch.ones(4, device=pretend.device(0)))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = Noisy([parameter], {"lr": 0.1})
+        torch.manual_seed(7)
+        snapshot = UpdateSnapshot(optimizer)
+        if by_a_wrong_one:
+            snapshot.take()
+            optimizer.step()
+            with snapshot.again():
+                optimizer.step()
+        else:
+            optimizer.step()
+        optimizer.step()
+        made.append(parameter.tolist())
+    return made
+
+
+@pytest.mark.parametrize("name", mostly_slow(NAMES, "pretend"))
+def test_the_right_update_draws_on_a_device_what_the_wrong_one_drew(name: str) -> None:
+    """Only the CPU's generator was put back: with clipping, a loop on devices was not the plain loop."""
+    at_once, again = on_device(updated_again_on_a_device, name=name).value
+    assert again == at_once
 
 
 def test_a_snapshot_allocates_nothing_after_the_first():

@@ -42,7 +42,7 @@ def test_a_rank_that_dies_is_reported_with_its_signal(group: RankGroup) -> None:
 
 def test_a_rank_that_hangs_costs_the_limit_and_no_more(group: RankGroup) -> None:
     answers = group.run(doctor_checks.hang, limit=2)
-    assert answers.complaint == "rank 0 gave no answer within 2 s"
+    assert answers.complaint.startswith("rank 0 gave no answer within 2 s")
     assert group.run(doctor_checks.answer, 1, limit=60).figures[1] == {"value": 1}
 
 

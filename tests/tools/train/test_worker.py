@@ -20,7 +20,6 @@ from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.data.batch import DataBatch
 from penstock.tools.train.launch.stopping import Stop, asking
 from penstock.tools.train.loop import Trainer
-from penstock.tools.train.resume import changed_since
 from penstock.tools.train.run.metrics import read_metrics
 from penstock.tools.train.run.run_folder import RunFolder
 from penstock.tools.train.worker import Job, train_here
@@ -75,17 +74,6 @@ def trained(config: TrainConfig, resume: bool = False) -> int:
 
 def losses(output: Path) -> list[float]:
     return [line["loss"] for line in read_metrics(RunFolder(output).metrics)]
-
-
-def test_a_resume_follows_the_configuration_that_it_is_given(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    text, output = tmp_path / "text.txt", tmp_path / "run"
-    text.write_text("the weights are what they were\n" * 100)
-    small = ["model.options.layers=2", "model.options.width=16", f"data.source={text}", "optimizer.warmup=0"]
-    assert trained(made(output, *small)) == 0
-    assert trained(made(output, *small, "training.steps=3", "optimizer.lr=1e-5"), resume=True) == 0
-    told = capfd.readouterr().out
-    assert "note: changed since that checkpoint: optimizer.lr 0.003 -> 1e-05, training.steps 2 -> 3" in told
-    assert [line["lr"] for line in read_metrics(RunFolder(output).metrics)] == [0.003, 0.003, 1e-5]
 
 
 @pytest.mark.parametrize(
@@ -154,11 +142,3 @@ def test_signals_of_one_request_are_not_two_and_a_fork_can_be_ended() -> None:
         child.terminate()
         child.join(20)
         assert child.exitcode == -signal.SIGTERM
-
-
-def test_what_does_not_fit_a_checkpoint_is_named_by_its_key(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    assert changed_since(folder, TrainConfig()) == []
-    folder.keep_config(load_config(None, ["lora.rank=8"]))
-    assert changed_since(folder, load_config(None, ["lora.rank=16"])) == ["lora.rank 8 -> 16"]
-    assert changed_since(folder, load_config(None, [])) == ["lora.rank 8 -> 0"]

@@ -229,7 +229,7 @@ class _Restoring:
             part.load_state_dict(state)
 
     def finish(self) -> Loaded:
-        """Load the optimizer, then the random numbers."""
+        """Load the extra state of modules, the optimizer, then random numbers and the count of steps."""
         pipe, manifest = self._pipe, self._manifest
         _take_extra_state(pipe, self._joined["model"], self._tensor)
         pipe.state.loaded()

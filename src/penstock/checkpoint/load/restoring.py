@@ -1,4 +1,4 @@
-"""The other way: what a checkpoint has, for the stages and the optimizer that this process has now.
+"""What of a checkpoint is for the stages and the optimizer that this process has now; the reverse of `named_tensors`.
 
 Everything is compared before anything is written: names, shapes, types, parameter groups. What does not fit is listed,
 all of it at once, and the model is left as it was.

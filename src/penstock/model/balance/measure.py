@@ -5,7 +5,7 @@ piece on copies of its arguments several times: once warm and counting what auto
 clock. So arguments are real, and nothing has to be kept for later. The whole is repeated in rounds, so that a
 disturbance hits a few of a piece's times and not all of them, and medians are taken; and the clock stands still while
 this thread waits for a processor. Where stages will run on a device, each piece is there while it is measured, and
-nothing else is.
+nothing else is; events among the kernels have the times then, as the host only launches them.
 
 The user's model is as before afterwards: gradients come from `torch.autograd.grad`, which writes to no `.grad` and runs
 no optimizer's hooks; buffers, attributes and the random generators are put back.
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.devices import accelerator, on_accelerator
+from penstock.devices import mark, on_accelerator
 from penstock.errors import ModelError
 from penstock.model.moved import moved
 from penstock.model.random_states import random_state, restore_random
@@ -66,7 +66,7 @@ def measure(
     On `device`, if one is given, or else where they are.
     """
     found = [Measured() for _ in order]
-    with undone(model), _clock(device) as now, run_as(DRY):
+    with undone(model), _clock() as now, run_as(DRY):
         for number in range(rounds):
             ledger = _Ledger((*model.parameters(), *model.buffers())) if number == 0 else None
             clock = _Round(order, modules, found, repeats, ledger, now, device)
@@ -177,14 +177,15 @@ class _Round:
             return tensor
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor) if watching else nullcontext()
-        begin = self.now()
+        homes = {tensor.device for tensor in (*tensors_in((args, kwargs)), *trained)}
+        stop = _started(next(filter(on_accelerator, homes), None), self.now)
         with hooks:
             output = forward(*args, **kwargs)
         made = [tensor for tensor in _distinct(tensors_in(output)) if tensor.requires_grad]
         if made:
             seeds = [torch.ones_like(tensor) for tensor in made]
             torch.autograd.grad(made, [*leaves, *trained], seeds, allow_unused=True)
-        return output, saved, self.now() - begin
+        return output, saved, stop()
 
 
 def _copies(value: Any, ledger: _Ledger | None) -> tuple[Any, list[Tensor]]:
@@ -226,8 +227,23 @@ def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
+def _started(device: torch.device | None, now: Callable[[], float]) -> Callable[[], float]:
+    """Start a stopwatch; the function that is returned stops it, and returns its seconds."""
+    if device is None:
+        begin = now()
+        return lambda: now() - begin
+    begun = mark(device)
+
+    def stop() -> float:
+        ended = mark(device)
+        ended.synchronize()
+        return begun.elapsed_time(ended) / 1e3
+
+    return stop
+
+
 @contextmanager
-def _clock(device: torch.device | None) -> Iterator[Callable[[], float]]:
+def _clock() -> Iterator[Callable[[], float]]:
     """Yield a clock of seconds on the wall, without those in which this thread was ready to run and had no processor.
 
     Linux tells them, in nanoseconds; elsewhere it is the wall's clock alone.
@@ -239,8 +255,6 @@ def _clock(device: torch.device | None) -> Iterator[Callable[[], float]]:
         schedstat = -1
 
     def now() -> float:
-        if accelerator() is not None:
-            torch.accelerator.synchronize(*([device] if on_accelerator(device) else []))
         waited = int(os.pread(schedstat, 100, 0).split()[1]) * 1e-9 if schedstat >= 0 else 0.0
         return perf_counter() - waited
 

@@ -65,7 +65,8 @@ class SavedGraph:
         self.loss: GradientEdge | None = None
         self.extra: list[GradientEdge] = []
         self.deferred: DeferredWeights | None = None
-        self.recompute: Callable[[], None] | None = None  # recompute: runs the forward that was thrown away
+        # Runs the forward again where its graph was thrown away.
+        self.recompute: Callable[[SavedGraph], None] | None = None
         self.gathered: GatheredForward | None = None  # Set where it is of all microbatches in one.
 
     def end_forward(

@@ -41,6 +41,10 @@ class Shared:
 class Microbatches(list[Any]):
     """Marks an argument that you have split yourself: a list with one item per microbatch, of any sizes.
 
+    ::
+
+        pipe.step(Microbatches([x[:3], x[3:4], x[4:]]), target=Microbatches([y[:3], y[3:4], y[4:]]))
+
     Args:
         iterable: The items, in the order of the microbatches.
     """
@@ -155,7 +159,7 @@ class Splitter:
     def __init__(self, count: int, dims: Dims, strict: bool = True, attached: bool = False) -> None:
         self.count, self.dims, self.strict, self.attached = count, dims, strict, attached
         self.total: int | None = None
-        self._said_by = ""
+        self._said_by: str | int = ""
         # By microbatch, the rows of what came split already and has rows.
         self._ready_rows: dict[str, list[int]] = {}
 
@@ -192,7 +196,7 @@ class Splitter:
     def _note(self, label: str | int, rows: int, where: str = "", shape: str = "") -> None:
         """Note the rows of what is cut, and check that all of it has the same."""
         if self.total is None:
-            self.total, self._said_by = rows, _name(label)
+            self.total, self._said_by = rows, label
             if rows == 0:
                 raise ModelError(f"{_name(label)} has 0 rows{shape}: an empty batch has nothing to compute; skip it")
             if rows < self.count and self.strict:
@@ -202,7 +206,7 @@ class Splitter:
                 )
         elif rows != self.total and self.strict:
             raise ModelError(
-                f"{_name(label)} has {rows} rows{where}, but {self._said_by} has {self.total}; wrap it in "
+                f"{_name(label)} has {rows} rows{where}, but {_name(self._said_by)} has {self.total}; wrap it in "
                 f"penstock.Shared(...) if every microbatch needs it whole, say where its rows are with "
                 f"BatchOptions(dims={{{label!r}: ...}}), or, if these are no rows of the batch (pixels of its images), "
                 f"split it yourself: penstock.Microbatches([one part for each microbatch])"
@@ -252,7 +256,7 @@ class Splitter:
     def rows_by_name(self) -> dict[str, list[int]]:
         """Return the rows of all that has some, by microbatch; first of what is cut here."""
         cut = self.cut_rows()
-        return dict(self._ready_rows) if cut is None else {self._said_by: cut, **self._ready_rows}
+        return dict(self._ready_rows) if cut is None else {_name(self._said_by): cut, **self._ready_rows}
 
     def rows(self) -> list[int] | None:
         """Return the rows by which the batch's mean goes: of what is cut here, else of the target, else of the first

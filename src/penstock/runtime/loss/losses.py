@@ -217,6 +217,23 @@ class Seeds:
         return torch.tensor(self._of_named, dtype=torch.float64, device="cpu")
 
 
+def fetch(tensors: list[Tensor]) -> dict[int, float]:
+    """Bring numbers to the host, by the id of each tensor; those on a device with one copy of all."""
+    found = {id(each): float(each.item()) for each in tensors if each.device.type == "cpu"}
+    away = [each.detach() for each in tensors if each.device.type != "cpu"]
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, each in enumerate(away):
+        kinds.setdefault((each.dtype, each.device), []).append(place)
+    if kinds:
+        there = away[0].device
+        packed = [torch.stack([away[n] for n in places]).to(there, torch.float64) for places in kinds.values()]
+        order = [place for places in kinds.values() for place in places]
+        numbers = dict(zip(order, torch.cat(packed).tolist(), strict=True))
+        originals = [each for each in tensors if each.device.type != "cpu"]
+        found |= {id(each): numbers[place] for place, each in enumerate(originals)}
+    return found
+
+
 def sum_in_order(losses: Tensor, shares: Sequence[float]) -> float:
     """Add the losses, which are on the host, with the bits of a plain loop: `total = total + loss * share`.
 
@@ -247,8 +264,8 @@ def torch_reduction(loss_fn: Any, more: Mapping[str, Any]) -> str | None:
     function, options = unwrapped(loss_fn)
     if isinstance(function, nn.modules.loss._Loss):
         return function.reduction if type(function).__module__ == nn.modules.loss.__name__ else None
-    name = getattr(function, "__name__", "")
-    if getattr(function, "__module__", None) != F.__name__ or not (
+    name = getattr(function, "__name__", "")  # which a decorated function has, too
+    if getattr(F, name, None) is not function or not (
         name.endswith("_loss") or "cross_entropy" in name or name == "kl_div"
     ):
         return None
@@ -273,9 +290,14 @@ def is_elementwise(loss_fn: Any) -> bool:
     if name not in ELEMENTWISE or torch_reduction(loss_fn, {}) not in ("mean", "sum"):
         return False
     if isinstance(function, nn.Module):
-        hooks = (function._forward_hooks, function._forward_pre_hooks, function._backward_hooks)
-        return type(function) is getattr(nn, name) and not any(hooks) and not any(True for _ in function.buffers())
+        return type(function) is getattr(nn, name) and is_plain(function) and not any(True for _ in function.buffers())
     return not any(isinstance(value, Tensor) for value in options.values())
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Return whether a call of a module is the forward of its class, and nothing beside."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return not any(hooks) and "forward" not in vars(module)
 
 
 def unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any]]:

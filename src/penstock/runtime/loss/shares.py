@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +30,7 @@ from penstock.runtime.loss.evenness import REMEDY, TermCounts, term_counts
 from penstock.runtime.loss.evenness import Counted as Counts
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.losses import is_elementwise, torch_reduction
-from penstock.runtime.loss.reading import SUM as SUMMED
+from penstock.runtime.loss.nodes import SUM as SUMMED
 from penstock.runtime.loss.reading import Form, Forms, Reading, read_loss, sums_rows
 from penstock.runtime.loss.weights import Counted, Entries, Measure, cross_entropy, find_entries
 
@@ -107,13 +108,16 @@ class Weighing:
         self._found: dict[Hashable, Measure] = {}  # by what the batch consists of
         self._warned = False
         self.forms: Forms = {}  # of the graphs that the loss has had
-        self.follow()
+        self._is_plain = options == LossOptions()
+        self._may_change = not isinstance(loss_fn, FunctionType | None)
+        self._look()
 
-    def follow(self) -> None:
+    def _look(self) -> None:
         """Take the loss as it is now: what torch's own losses are told by their attributes may change between steps."""
         options, loss_fn, known = self.options, self.loss_fn, None
         self._given: Measure | None = None
-        if options.reduction == "sum" or (options.reduction is None and torch_reduction(loss_fn, {}) == "sum"):
+        self._reduction = torch_reduction(loss_fn, {})
+        if options.reduction == "sum" or (options.reduction is None and self._reduction == "sum"):
             self._given = SUM
         elif self._counted is not None:
             self._given = self._counted
@@ -123,7 +127,7 @@ class Weighing:
             self._given = known = cross_entropy(loss_fn)
         self.is_checked = not options.per_microbatch and known is None
         # One of torch's own losses that compares each entry with its target.
-        self.is_elementwise = options == LossOptions() and is_elementwise(loss_fn)
+        self.is_elementwise = self._is_plain and is_elementwise(loss_fn)
 
     def cannot_tell(self, why: str) -> None:
         """Warn, once."""
@@ -143,7 +147,8 @@ class Weighing:
     @property
     def when(self) -> str:
         """When replicas know what their batches weigh: "before" a step, "during" it, at the first loss, or "never"."""
-        self.follow()
+        if self._may_change:
+            self._look()
         return "never" if self._given is SUM else "before" if self._given is not None or self._found else "during"
 
     @property
@@ -153,7 +158,8 @@ class Weighing:
 
     def measure(self, batch: Batch, replicas: int) -> Measure | None:
         """What the microbatches of this batch are measured by, if that is known before they have run."""
-        if self._given is None and torch_reduction(self.loss_fn, batch.loss_kwargs[0]) == "sum":
+        told = batch.loss_kwargs[0]
+        if self._given is None and (torch_reduction(self.loss_fn, told) if told else self._reduction) == "sum":
             return SUM
         found = self._given or self._found.get(_consists_of(batch, replicas))
         if not isinstance(found, Entries) or found.is_there(batch):
@@ -210,11 +216,11 @@ class BatchShares(Shares):
 
     def __init__(self, weighing: Weighing, batch: Batch, replicas: OtherReplicas, training: bool) -> None:
         super().__init__(len(batch.args), 1.0)
-        weighing.follow()
+        when = weighing.when  # This takes the loss as it is now.
         self._weighing, self._batch, self._replicas = weighing, batch, replicas
         self.is_elementwise = weighing.is_elementwise
         self._reads = weighing.reads
-        self._late = weighing.when == "during" and replicas.replicas > 1
+        self._late = when == "during" and replicas.replicas > 1
         self._settled = False
         self._empty: set[int] = set()  # microbatches that weigh nothing, while nothing is known of others
         self._readings: dict[int, Reading] = {}  # by microbatch
@@ -232,7 +238,7 @@ class BatchShares(Shares):
                 raise
             self._refused = error
         if self.measure is not None or self._refused is not None:
-            if weighing.when == "before" and replicas.replicas > 1:
+            if when == "before" and replicas.replicas > 1:
                 self._total = replicas.total(sum(self.weights or ()))
             if replicas.replicas == 1 and training:
                 self()
@@ -275,7 +281,8 @@ class BatchShares(Shares):
         if not self._reads and self.measure is not None:
             return None
         weighing = self._weighing
-        found = read_loss(loss, None if weighing.loss_fn is None else output, weighing.forms)
+        rows = self._batch.row_counts()[number]
+        found = read_loss(loss, None if weighing.loss_fn is None else output, weighing.forms, rows)
         if self.measure is None:
             self._learn(number, *(found or (None, [])))
         if found is None:
@@ -373,14 +380,14 @@ class BatchShares(Shares):
         self, read: Mapping[int, Reading], values: Mapping[int, list[float]], shares: list[float]
     ) -> Iterator[TermCounts]:
         """Yield the terms of all losses, where they have the same, or one each."""
-        forms = [each.form.terms for each in read.values()]
-        if len(set(forms)) != 1 and set(map(len, forms)) != {1}:
-            return
         rows, weights, numbers = self._batch.row_counts(), self.weights or [1.0] * len(shares), read[min(read)].numbers
-        for index, terms in enumerate(zip(*forms, strict=True)):
+        forms = {n: each.form.terms_of(rows[n]) for n, each in read.items()}
+        if len(set(forms.values())) != 1 and set(map(len, forms.values())) != {1}:
+            return
+        for index, terms in enumerate(zip(*forms.values(), strict=True)):
             counted = {
-                n: Counts(each.form.terms[index].value(values[n]), shares[n], weights[n], rows[n], self._entries[n])
-                for n, each in read.items()
+                n: Counts(each[index].value(values[n]), shares[n], weights[n], rows[n], self._entries[n])
+                for n, each in forms.items()
             }
             yield term_counts(terms, counted, numbers, self.measure, self.measure is ROWS)
 

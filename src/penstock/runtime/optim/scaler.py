@@ -39,6 +39,13 @@ class LossScale(Protocol):
 class GradScaler(torch.amp.GradScaler):
     """Scales the loss of a pipeline's steps, for fp16. `unscale_`, `step`, `update` and `state_dict` are as in torch.
 
+    ::
+
+        scaler = GradScaler(pipe)
+        pipe.step(x, target=y)
+        scaler.step(optimizer)
+        scaler.update()
+
     Use it on every rank: `unscale_` and `step` find out together whether any rank's gradients are inf or NaN.
 
     Args:

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.runtime.loss.reading import fetch
+from penstock.model import random_states
+from penstock.runtime.loss.losses import fetch
 
 _OPTIONS = "params"  # what is no option of a group
 _OF_TORCH = {"defaults", "param_groups", "state", "step"}  # attributes that every optimizer has
@@ -49,7 +50,7 @@ class UpdateSnapshot:
         self._attributes: list[tuple[_Place, list[Any], Any]] = []  # the same of what the optimizer's class has added
         self._groups: list[dict[str, Any]] = []
         self._schedule: Any = None
-        self._generator: Tensor | None = None
+        self._generators: Any = None
 
     @torch.no_grad()
     def take(self) -> None:
@@ -69,7 +70,7 @@ class UpdateSnapshot:
             self._keep(tensor, before)
         self._groups = [{name: _kept(option) for name, option in _options(group)} for group in optimizer.param_groups]
         self._schedule = None if self._scheduler is None else deepcopy(self._scheduler.state_dict())
-        self._generator = torch.get_rng_state()
+        self._generators = random_states.global_states()
 
     def _keep(self, tensor: Tensor, before: dict[int, tuple[Tensor, Tensor]]) -> None:
         known = before.get(id(tensor))
@@ -87,10 +88,12 @@ class UpdateSnapshot:
     def again(self) -> Iterator[None]:
         """Put all of it back; inside, random numbers are those that followed then, and no others are disturbed."""
         self.put_back()
-        with torch.random.fork_rng(devices=()):
-            assert self._generator is not None
-            torch.set_rng_state(self._generator)
+        now = random_states.global_states()
+        random_states.put_back(self._generators)
+        try:
             yield
+        finally:
+            random_states.put_back(now)
 
     @torch.no_grad()
     def put_back(self) -> None:

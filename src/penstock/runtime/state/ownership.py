@@ -254,29 +254,21 @@ class Received:
 
 
 def versions(value: Any) -> Watched:
-    """The tensors of a value and their versions."""
+    """Return the tensors of a value and their versions; of most values without the pytree machinery."""
     found: Watched = []
-    if _add_versions(value, found):
-        return found
-    return [(leaf, version_of(leaf)) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def _add_versions(value: Any, found: Watched) -> bool:
-    """The same without the pytree machinery; False where a value is of a kind that only that knows."""
-    kind = type(value)
-    if kind is Tensor:
-        found.append((value, version_of(value)))
-        return True
-    if kind is dict:
-        value = value.values()
-    elif kind is not tuple and kind is not list:
-        return value is None
-    for each in value:
-        if type(each) is Tensor:
+    rest = [value]
+    while rest:
+        each = rest.pop()
+        kind = type(each)
+        if kind is Tensor:
             found.append((each, version_of(each)))
-        elif not _add_versions(each, found):
-            return False
-    return True
+        elif kind is dict:
+            rest.extend(reversed(each.values()))
+        elif kind is tuple or kind is list:
+            rest.extend(reversed(each))
+        elif each is not None:
+            return [(leaf, version_of(leaf)) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return found
 
 
 def check_unwritten(what: str, watched: Watched, how: str) -> None:

@@ -63,7 +63,9 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self, channels: Sequence[Channel]) -> None:
-        """Serve these channels of a whole program, the same list on every rank; `channel_number` is an index into it.
+        """Serve these channels of a whole program, the same list on every rank.
+
+        The methods below name a channel by its index in this list, its `channel_number`.
 
         Another list may be opened between steps; the same list again costs nothing.
         """
@@ -105,7 +107,10 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, value: Any) -> list[Any]:
-        """Give a small plain value (see `runtime/messages/plain`) to every rank and get every rank's. Ends the step.
+        """Give a small plain value (see `runtime/messages/plain`) to every rank and get every rank's.
+
+        The counts of messages begin anew: messages belong to the round between two exchanges. (A training step ends
+        with one; so does any other call that all ranks must make.)
 
         If any rank has lost a peer, all ranks raise the same `PeerFailure` instead; so they do where they are in
         different calls.

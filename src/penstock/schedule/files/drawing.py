@@ -19,7 +19,7 @@ def draw(schedule: Schedule, width: int | None, color: bool) -> str:
     slots = schedule.slots
     rows = []
     for rank in range(schedule.ranks):
-        row = cells_of(schedule, rank, IDLE)
+        row = schedule.columns.texts(rank, IDLE)
         if len(schedule.columns.second):  # a pair is drawn without its name
             row = [text.partition(")")[0] + ")" if text.startswith("(") else text for text in row]
         rows.append(row + [IDLE] * (slots - len(row)))
@@ -37,13 +37,6 @@ def draw(schedule: Schedule, width: int | None, color: bool) -> str:
             lines.append(" ".join([labels[rank].ljust(margin), *cells]).rstrip())
         bands.append("\n".join(lines))
     return "\n\n".join(bands)
-
-
-def cells_of(schedule: Schedule, rank: int, idle: str) -> list[str]:
-    """Return the cells of a row as text; read from the actions where an array does not hold their numbers."""
-    if schedule.columns.clipped:
-        return [idle if action is None else str(action) for action in schedule.rows[rank]]
-    return schedule.columns.texts(rank, idle)
 
 
 def table(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:

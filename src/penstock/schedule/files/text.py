@@ -20,7 +20,7 @@ from typing import Any
 from penstock import writing
 from penstock.errors import Fault, NotationError, ScheduleError, UsageError
 from penstock.schedule.action import Action, Op, parse
-from penstock.schedule.files.drawing import IDLE, cells_of
+from penstock.schedule.files.drawing import IDLE
 from penstock.schedule.files.facts import check_facts, taken
 from penstock.schedule.files.reading import MOST_STAGES, parse_json, read_file
 from penstock.schedule.placement import Placement
@@ -126,7 +126,7 @@ def to_csv(schedule: Schedule) -> str:
         raise UsageError(
             f"CSV holds actions alone, not that stages {sorted(schedule.recompute)} recompute; save it as .json"
         )
-    return cells_to_csv(cells_of(schedule, rank, "") for rank in range(schedule.ranks))
+    return cells_to_csv(schedule.columns.texts(rank, "") for rank in range(schedule.ranks))
 
 
 def rows_to_csv(rows: Iterable[Iterable[Action | None]]) -> str:
@@ -174,7 +174,7 @@ def to_json(schedule: Schedule, **more: object) -> str:
     if schedule.certificate is not None:
         document["certificate"] = asdict(schedule.certificate)
     head = json.dumps(document, indent=2)[:-2]
-    rows = (cells_of(schedule, rank, "") for rank in range(schedule.ranks))
+    rows = (schedule.columns.texts(rank, "") for rank in range(schedule.ranks))
     lines = ",\n".join(f"    {json.dumps([text or None for text in row])}" for row in rows)
     return f'{head},\n  "rows": [\n{lines}\n  ]\n}}\n'
 

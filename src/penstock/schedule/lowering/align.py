@@ -16,7 +16,8 @@ from penstock.schedule.action import Action
 from penstock.schedule.dependencies import Stuck, Table, stuck_at, waits_in_cells, waits_of
 from penstock.schedule.events import run
 from penstock.schedule.proof.shape import shape_faults
-from penstock.schedule.schedule import Row, Schedule, expect_schedule
+from penstock.schedule.schedule import Schedule, expect_schedule
+from penstock.schedule.seen import Row
 
 
 def align(schedule: Schedule) -> Schedule:

@@ -23,7 +23,8 @@ from collections.abc import Collection
 from penstock.errors import UsageError
 from penstock.schedule.action import Action, Op
 from penstock.schedule.lowering.align import align
-from penstock.schedule.schedule import Row, Schedule
+from penstock.schedule.schedule import Schedule
+from penstock.schedule.seen import Row
 
 
 def gather(program: Schedule, stages: Collection[int]) -> Schedule:

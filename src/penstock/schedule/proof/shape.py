@@ -50,8 +50,7 @@ def shape_faults(schedule: Schedule) -> Iterator[Fault]:
 
 def crowd_fault(schedule: Schedule) -> Fault | None:
     """Return a fault if there are far more microbatches than the rows could run, before that much is built."""
-    cells = map(len, schedule.rows) if "rows" in schedule.__dict__ else schedule.columns.lengths
-    size, there = schedule.stages * schedule.microbatches, sum(cells)
+    size, there = schedule.stages * schedule.microbatches, sum(schedule.columns.lengths)
     if size <= FEW + 2 * there:
         return None
     meant = f"{schedule.microbatches} microbatches in {schedule.stages} stages are {size} forwards"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.devices import free_memory
+from penstock.devices import free_memory, mark
 from penstock.tools.doctor.ranks import Place
 
 TRIALS, WARM_UP = 5, 2
@@ -29,10 +29,9 @@ def _seconds(place: Place, work: Callable[[], object]) -> float:
         begin = time.perf_counter()
         work()
         return time.perf_counter() - begin
-    begun, ended = (torch.Event(device=place.device, enable_timing=True) for _ in range(2))
-    begun.record()
+    begun = mark(place.device)
     work()
-    ended.record()
+    ended = mark(place.device)
     ended.synchronize()
     return float(begun.elapsed_time(ended)) / 1e3
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from penstock.errors import UsageError
@@ -23,6 +22,9 @@ from penstock.tools.rehearsal.network import STORE_LATENCY, STORE_SERVICE, Netwo
 from penstock.tools.rehearsal.rank import Notice, RehearsedRank, Setting
 from penstock.tools.rehearsal.stage import plain_loop
 from penstock.tools.rehearsal.virtual_time import VirtualTime
+from penstock.tools.search.explore import without_collecting
+
+MANY = 1_000_000  # actions of a program
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def rehearse(
     setting = make_setting(program, costs, time, store_host, timeout, steps, jitter, seed, record)
     ranks = [RehearsedRank(rank, setting) for rank in range(program.ranks)]
     draw = random.Random(seed)
-    with _without_collecting(program.columns.size):
+    # To look through millions of actions, which are no garbage, takes longer than to run them.
+    with without_collecting() if program.columns.size > MANY else nullcontext():
         for rank in ranks:
             time.start(rank.rank, rank.live, -BEAT_SECONDS * draw.random())
         plan_faults(planned, ranks, time, program)
@@ -216,19 +219,6 @@ def plan_faults(
             assert fault.rank is not None
             owner = ranks[fault.rank]
             time.start(-1, lambda owner=owner, fault=fault: None if owner.ended else owner.strike(fault), at)  # type: ignore[misc]
-
-
-@contextmanager
-def _without_collecting(size: int) -> Iterator[None]:
-    """Pause garbage collection: to look through millions of actions, which are no garbage, takes longer than to run."""
-    was = gc.isenabled()
-    if size > 1_000_000:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _outcome(

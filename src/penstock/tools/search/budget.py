@@ -12,8 +12,6 @@ import time
 from penstock.errors import UsageError
 from penstock.rules import check_count, is_float
 
-__all__ = ["Budget", "budget_of"]
-
 USUAL = 5.0  # seconds of a search that is given neither
 SECONDS = 1.5e-5  # about what a rule takes for each compute: it tells what there is no time for
 

@@ -22,8 +22,6 @@ from penstock.schedule.timing.costs import Costs
 from penstock.schedule.timing.occupied import kept_times, occupied
 from penstock.schedule.timing.timeline import Timeline
 
-__all__ = ["costs_of", "fitted", "hops", "outside"]
-
 Edge = tuple[int, int]  # two stages
 
 

@@ -19,8 +19,6 @@ from penstock.tools.search.found import Found
 from penstock.tools.search.request import Progress, Request, memory_of_1f1b
 from penstock.tools.search.search import search_placements
 
-__all__ = ["SHARES", "CurvePoint", "search_curve"]
-
 SHARES = (1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8, 1, 5 / 4, 3 / 2, 2)  # What 1F1B holds is 1.
 
 

@@ -32,8 +32,6 @@ from penstock.tools.search.placements import recompute_choices
 from penstock.tools.search.request import Request
 from penstock.tools.search.rows import rows_to_try
 
-__all__ = ["FoundCut", "search_cut", "search_stages"]
-
 RULES = (
     TRUE,
     replace(TRUE, overrun=0.3),

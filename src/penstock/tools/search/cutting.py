@@ -18,8 +18,6 @@ from itertools import accumulate, pairwise
 
 from penstock.tools.search.layers import Model, Shape
 
-__all__ = ["cut_layers", "neighbours", "split_output"]
-
 ROUNDING = 1e-9
 SWEEPS = 200
 

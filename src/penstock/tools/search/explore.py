@@ -14,8 +14,6 @@ from penstock.tools.search.budget import Budget
 from penstock.tools.search.placement_search import PlacementSearch
 from penstock.tools.search.request import Progress
 
-__all__ = ["explore"]
-
 BEHIND = {2: 1.08, 3: 1.03}  # So far behind after so many rules, a placement gets no more of them.
 
 
@@ -23,7 +21,7 @@ def explore(
     searches: Sequence[PlacementSearch], budget: Budget, generator: random.Random, progress: Progress | None
 ) -> PlacementSearch:
     """Search all placements until the budget is spent or nothing can be better; return the one that leads."""
-    with _uncollected():
+    with without_collecting():
         return _Shared(searches, budget, progress).run(generator)
 
 
@@ -93,8 +91,8 @@ class _Shared:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Stop the garbage collector: there are no cycles here, and it would look through all orders again and again."""
+def without_collecting() -> Iterator[None]:
+    """Stop the garbage collector where there are no cycles: it would look through all that is there again and again."""
     was = gc.isenabled()
     gc.disable()
     try:

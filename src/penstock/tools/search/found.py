@@ -13,8 +13,6 @@ from penstock.schedule.timing.steady import SteadyState, steady_state
 from penstock.schedule.timing.timeline import Timeline
 from penstock.tools.search.request import PLACEMENTS
 
-__all__ = ["Found", "Tried"]
-
 
 @dataclass(frozen=True)
 class Tried:

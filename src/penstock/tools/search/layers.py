@@ -29,8 +29,6 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.timing.costs import Costs
 from penstock.schedule.topology import Topology
 
-__all__ = ["Hosts", "Layer", "Model", "Shape", "layers_of", "listed"]
-
 Item = TypeVar("Item")
 
 

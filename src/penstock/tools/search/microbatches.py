@@ -29,8 +29,6 @@ from penstock.schedule.timing.simulate import simulate
 from penstock.tools.search.layers import listed
 from penstock.tools.search.rules import ByStage
 
-__all__ = ["order_microbatches", "reordered", "sequences", "within"]
-
 TRUE = ByStage(overrun=0.9, weight_time=1.0, hop_time=1.0)
 ALIKE = 0.02  # sizes within this share of each other count as equal
 ROUNDING = 1e-9

@@ -15,8 +15,6 @@ from penstock.schedule.builders.problem import Problem
 from penstock.tools.search.budget import Budget
 from penstock.tools.search.portfolio import IN_TURN
 
-__all__ = ["improve"]
-
 REACH = 12  # how far an action moves at most
 MEMORIES = (1, 1, 20, 100)  # how many changes ago counts; 1 never goes uphill
 

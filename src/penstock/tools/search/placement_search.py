@@ -30,8 +30,6 @@ from penstock.tools.search.microbatches import reordered, sequences
 from penstock.tools.search.neighbours import improve
 from penstock.tools.search.portfolio import IN_TURN, OVERRUNS, drawn, first_rules, overruns_for
 
-__all__ = ["PlacementSearch", "built_for"]
-
 KEPT = 4  # best orders
 FAR = 1.05  # Other places for W do not make up for an order that is so far behind the best.
 MARGIN = 1.005  # a large placement must promise to gain this much

@@ -11,8 +11,6 @@ from penstock.schedule.placement import Placement
 from penstock.tools.search.bounds.lower_bound import NoRoom
 from penstock.tools.search.request import PLACEMENTS, Request
 
-__all__ = ["no_room", "placements_for", "problems_for", "recompute_choices"]
-
 LONGEST_V = 4  # stages per rank of a V, unless others are asked for: with more, a loop was ahead wherever tried
 
 

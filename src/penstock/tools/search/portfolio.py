@@ -15,8 +15,6 @@ from penstock.schedule.builders.rhythm import Rhythm
 from penstock.schedule.placement import Placement
 from penstock.tools.search.rules import ByStage, Groups, Wave
 
-__all__ = ["IN_TURN", "OVERRUNS", "drawn", "first_rules", "overruns_for"]
-
 OVERRUNS: tuple[Overrun, ...] = ((0.0, 0.0), (0.3, 0.3), (0.6, 0.6))
 IN_TURN: Overrun = (0.0, 100.0)  # A W with each I in the drain.
 

@@ -19,8 +19,6 @@ from penstock.tools.search.bounds.lower_bound import caps_of
 from penstock.tools.search.budget import Budget, budget_of
 from penstock.tools.search.layers import Hosts, Layer, layers_of, listed
 
-__all__ = ["PLACEMENTS", "Objective", "Progress", "Request", "asked", "memory_of_1f1b"]
-
 PLACEMENTS: dict[str, Callable[[int, int], Placement]] = {"loop": Placement.loop, "v": Placement.v}
 SIZES = (1, 2, 3, 4)  # stages per rank to try
 MORE_SIZES = (6, 8)  # If the pipeline is not large: small stages fill sooner, and memory holds more groups.

@@ -15,8 +15,6 @@ from itertools import pairwise
 from penstock.schedule.placement import Placement
 from penstock.tools.search.layers import Model
 
-__all__ = ["rows_to_try"]
-
 APART = 1.5  # links this many times slower than others are between hosts
 
 

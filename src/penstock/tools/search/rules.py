@@ -41,8 +41,6 @@ from dataclasses import dataclass
 from penstock.schedule.builders.dispatch import Keys, Rule
 from penstock.schedule.builders.problem import Problem
 
-__all__ = ["ByStage", "Groups", "Wave", "group_sizes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ByStage(Rule):

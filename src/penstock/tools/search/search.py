@@ -37,8 +37,6 @@ from penstock.tools.search.placement_search import PlacementSearch
 from penstock.tools.search.placements import no_room, problems_for
 from penstock.tools.search.request import Request, asked
 
-__all__ = ["search", "search_placements", "search_report", "tuned"]
-
 TUNED = 3_000_000  # orders times computes, for a builder: two or three seconds
 
 

@@ -16,7 +16,6 @@ from penstock.tools.train.config.paths import find_files
 from penstock.tools.train.config.read import load_config
 from penstock.tools.train.data.batch import DataBatches
 from penstock.tools.train.data.batches import IterableBatches, TokenBatches, open_data
-from penstock.tools.train.data.tokens import read_tokens, stdlib_files
 
 
 def opened(*changes: str) -> DataBatches:
@@ -70,29 +69,13 @@ def test_validation_is_the_end_of_the_text_and_always_the_same(tmp_path: Path) -
     assert opened(f"data.source={path}", "data.sequence=10", "data.validation=0").validation(0) is None
 
 
-def test_the_standard_library_is_read_in_one_order() -> None:
-    files = stdlib_files()
-    assert len(files) > 100
-    assert not any("site-packages" in path.parts or "test" in path.parts for path in files)
-    assert files == stdlib_files()
-
-
-def test_number_files_are_mapped(tmp_path: Path) -> None:
+def test_number_files_make_batches_of_whole_numbers(tmp_path: Path) -> None:
     path = tmp_path / "tokens.bin"
-    path.write_bytes(array.array("H", [n % 60000 for n in range(5000)]).tobytes())
-    tokens = read_tokens(str(path), "uint16")
-    assert len(tokens) == 5000
-    assert tokens.values[4999].item() == 4999
+    path.write_bytes(array.array("H", range(5000)).tobytes())
     data = opened(f"data.source={path}", "data.tokens=uint16", "data.sequence=16")
     (x,) = data.at(1).args
     assert x.dtype is torch.int64
     assert torch.equal(x[0] + 1, data.at(1).target[0])
-    odd = tmp_path / "odd.bin"
-    odd.write_bytes(b"123")
-    with pytest.raises(UsageError, match="3 bytes, which are no whole number of uint16"):
-        read_tokens(str(odd), "uint16")
-    with pytest.raises(UsageError, match="one can be mapped"):
-        read_tokens([str(path), str(odd)], "uint16")
 
 
 def test_files_are_found_once_each_and_missing_ones_are_named(tmp_path: Path) -> None:

@@ -60,18 +60,6 @@ def test_positions_begin_again_with_each_document() -> None:
     assert torch.equal(stacked[:, 1], batch.kwargs["position_ids"])
 
 
-def test_the_built_in_gpt_treats_packed_documents_as_if_each_were_alone() -> None:
-    torch.manual_seed(0)
-    model = build_gpt(GPTOptions(layers=2, width=16, heads=2), 16).double()
-    some = documents(6, 2, 5)
-    packed = model(Packed(16, stacked=True).batch([some]).args[0])[0]
-    alone = torch.cat([model(each.inputs[None].long())[0] for each in some])
-    torch.testing.assert_close(packed[:13], alone, rtol=1e-12, atol=1e-14)
-    with penstock.Pipeline(model, stages=3, microbatches=1) as pipe:
-        piped = pipe.predict(Packed(16, stacked=True).batch([some]).args[0])
-    assert torch.equal(piped[0], packed)
-
-
 def test_packed_and_padded_rows_have_the_same_loss_and_gradient() -> None:
     some = documents(6, 2, 5, 9, 1, 3)
     found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from pathlib import Path
 
@@ -52,3 +53,15 @@ def test_a_file_that_has_gone_while_it_is_written_is_named(how: str, tmp_path: P
     with pytest.raises(UsageError, match=r"run/metrics\.jsonl was removed, moved or replaced while the run wrote"):
         metrics.write(2, loss=1.0)
     metrics.close()
+
+
+def test_metrics_are_json_lines_without_nan(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "m.jsonl", 0)
+    metrics.write(1, loss=math.nan, norm=math.inf, extra=None)
+    metrics.write(2, loss=0.1)
+    metrics.close()
+    assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1, "loss": "nan", "norm": "inf"}, {"step": 2, "loss": 0.1}]
+    Metrics(tmp_path / "m.jsonl", 1).close()
+    assert [line["step"] for line in read_metrics(tmp_path / "m.jsonl")] == [1]
+    Metrics(tmp_path / "m.jsonl", 0).close()
+    assert read_metrics(tmp_path / "m.jsonl") == []

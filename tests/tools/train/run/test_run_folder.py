@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from tiny_runs import config_of, trained
 
-from penstock.errors import UsageError
+from penstock.errors import CheckpointError, UsageError
 from penstock.tools.train.config.settings import TrainConfig
 from penstock.tools.train.run.run_folder import RunFolder
 
@@ -42,3 +43,24 @@ def test_a_folder_of_something_else_is_protected(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has a run already"):
         begin(tmp_path)
     assert "llama" in (tmp_path / "config.json").read_text()
+
+
+def test_another_run_is_not_written_over(tmp_path: Path, text: Path) -> None:
+    config = config_of(tmp_path, text, "training.steps=1")
+    folder = RunFolder(Path(config.output))
+    with pytest.raises(UsageError, match="has no run to go on from"):
+        folder.prepare(config, resume=True, fresh=False)
+    assert trained(config) == 0
+    note = folder.root / "my notes.txt"
+    note.write_text("mine")
+    with pytest.raises(UsageError, match="has a run already; add --resume"):
+        folder.prepare(config, resume=False, fresh=False)
+    lock = folder.prepare(config, resume=False, fresh=True)
+    with pytest.raises(CheckpointError, match="is being written to by"):  # the run that holds it is not cleared away
+        folder.prepare(config, resume=False, fresh=True)
+    lock.free()
+    assert note.exists()
+    assert not folder.metrics.exists()
+    assert not list(folder.checkpoints.iterdir())
+    with pytest.raises(UsageError, match="which is a file"):
+        RunFolder(note).prepare(config, resume=False, fresh=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
@@ -177,3 +178,16 @@ def test_eight_bits_need_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_keys_that_do_not_go_together_are_refused(changes: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         config_of(*changes)
+
+
+def test_the_rate_rises_and_falls() -> None:
+    config = load_config(None, ["training.steps=11", "optimizer.warmup=2", "optimizer.final=0.1"])
+    shares = [rate_at(config, step) for step in range(11)]
+    assert shares[:3] == [0.5, 1.0, 1.0]
+    assert shares[-1] == pytest.approx(0.1)
+    assert all(after <= before for before, after in pairwise(shares[1:]))
+    fall = ["optimizer.decay=linear", "optimizer.final=0"]
+    linear = load_config(None, ["training.steps=3", "optimizer.warmup=0", *fall])
+    assert [rate_at(linear, step) for step in range(3)] == [1.0, 0.5, 0.0]
+    flat = load_config(None, ["optimizer.warmup=0", "optimizer.decay=constant"])
+    assert rate_at(flat, 150) == 1.0

@@ -104,7 +104,7 @@ class Exchange:
         entry = ExchangeEntry(current.channels_checksum, counts, call, plain.dumps(value))
         self.prepare()
         receives, self._prepared = self._prepared, {}
-        sends = [] if self.rank == COORDINATOR else self._put(COORDINATOR, step, plain.dumps(tuple(entry)))
+        sends = [] if self.rank == COORDINATOR else self._put(COORDINATOR, step, plain.dumps([*entry]))
         self.under_way += sends
         return Posted(step, used, value, entry, receives, {self.rank: entry}, sends)
 
@@ -135,17 +135,13 @@ class Exchange:
             fault, calls, values = summary or self._sum_up(posted)
             self._answer(posted, plain.dumps((fault, calls, values)))
         else:
-            fault, calls, values = self._read(COORDINATOR, self._take_answer(posted))
+            answer = self._get(COORDINATOR, posted.step, *posted.receives[COORDINATOR])
+            self._wait(COORDINATOR, posted.sends)
+            fault, calls, values = self._read(COORDINATOR, answer)
         found = [posted.value if rank == self.rank else self._read(rank, values[rank]) for rank in range(self.ranks)]
         posted.found = Exchanged(calls, found, fault)
         self.under_way[:] = self._prepared.values()
         return posted.found
-
-    @uninterrupted
-    def _take_answer(self, posted: Posted) -> bytes:
-        answer = self._get(COORDINATOR, posted.step, *posted.receives[COORDINATOR])
-        self._wait(COORDINATOR, posted.sends)
-        return answer
 
     def _sum_up(self, posted: Posted) -> Summary:
         told = [posted.heard[rank] for rank in range(self.ranks)]

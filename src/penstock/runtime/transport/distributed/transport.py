@@ -43,10 +43,9 @@ from penstock.runtime.transport.distributed.member import Member, has_agent, mem
 from penstock.runtime.transport.distributed.messages import SUBTAGS
 from penstock.runtime.transport.distributed.outgoing import DistributedOutgoing
 from penstock.runtime.transport.distributed.transfers import BackendTransfers, PeerConnection
-from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting, different_calls
 from penstock.runtime.transport.failure.own_state import held_weakly
-from penstock.runtime.transport.failure.peer_failures import stopped_by_force
+from penstock.runtime.transport.failure.peer_failures import after_loss, stopped_by_force
 from penstock.runtime.transport.failure.watch import Watch
 from penstock.runtime.transport.handover import Rewritten
 from penstock.runtime.transport.interrupts import uninterrupted
@@ -102,8 +101,7 @@ class DistributedTransport(Transport):
         seconds: dict[int, PeerConnection] = {}  # see `Links`
         close = partial(_close_connections, member.backend, seconds, self._tag + CONTROL_TAG)
         self.watch = Watch(
-            *(member.store, member.store_host, self._prefix, self.rank, self.ranks, timeout, close),
-            *(self._make_bell(), clock),
+            *(member.store, member.store_host, self._prefix, self.rank, self.ranks, timeout, close, clock),
         )
         this = weakref.ref(self)
         self.watch.own.call = lambda: getattr(this(), "call", "")
@@ -131,6 +129,10 @@ class DistributedTransport(Transport):
     @property
     def broken(self) -> PeerFailure | None:
         return self.watch.verdict
+
+    def check_not_broken(self) -> None:
+        if self.watch.verdict is not None:
+            raise after_loss(self.watch.verdict)
 
     def open(self, channels: Sequence[Channel]) -> None:
         self.check_not_broken()
@@ -164,10 +166,6 @@ class DistributedTransport(Transport):
     def _make_outgoing(self, tag: int, max_sends: int, number: int, channel: Channel) -> DistributedOutgoing:
         place, connection = tag + number * SUBTAGS, self._links.to(channel, channel.target_rank)
         return DistributedOutgoing(channel, place, self._transfers, connection, self._book, max_sends)
-
-    def _make_bell(self) -> Bell | None:
-        """Make what wakes the watches of other ranks, where something can."""
-        return None
 
     def describe_link(self, source: int, target: int) -> str:
         return f"torch.distributed ({self._backend_name})"

@@ -33,7 +33,7 @@ PARTS: dict[str, tuple[Any, ...]] = {  # what is in each kind of note, part by p
     "call": (int, str),
     "seen": (),
     "mark": (int, bool),
-    "place": (str, str, str, str, str),
+    "place": (str, str, str, str),
     "apart": (str,),
     "answer": (str,),
 }

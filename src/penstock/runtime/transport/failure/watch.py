@@ -19,9 +19,10 @@ verdict that all ranks share in the group's store:
 
 The same way a step that failed, with all links whole, is put on the `news` of ranks that are busy.
 
-Only this thread talks to the store, and through another one (`messages/store`), because a call to a store whose host is
-stopped does not return. Where a rank hosts the store, its silence convicts that rank; where it has left, so does that.
-What is written there is plain (`notes`); who is to blame follows from what ranks say (`blame`).
+Once the channels are open, only this thread talks to the store, and through another one (`messages/store`), because a
+call to a store whose host is stopped does not return. Where a rank hosts the store, its silence convicts that rank;
+where it has left, so does that. What is written there is plain (`notes`); who is to blame follows from what ranks say
+(`blame`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from penstock.errors import PeerFailure, RunError
 from penstock.runtime.messages.clock import CLOCK, Clock
 from penstock.runtime.messages.store import Asker, NoAnswer
 from penstock.runtime.transport.failure.arbitration import MOST_SECONDS, Arbitration
-from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting, different_calls
 from penstock.runtime.transport.failure.notes import STRANGER, Alarm, Bulletin, Tampered
 from penstock.runtime.transport.failure.own_state import OwnState
@@ -61,7 +61,6 @@ class Watch:
         ranks: int,
         timeout: float,
         close_connections: Callable[[int], None],
-        bell: Bell | None = None,
         clock: Clock = CLOCK,
     ) -> None:
         # what the transport reads, and what it sets
@@ -98,8 +97,7 @@ class Watch:
         # the thread
         self._stood_still = 0.0  # seconds that this very thread did not run, where they were more than the timeout
         self._stood_until = -math.inf  # Time at which that was over.
-        self._bell = bell  # rings at other ranks too, where they can hear it; else they look at their next beat
-        self._wake: Any = bell or clock.event()
+        self._wake = clock.event()
         self._stopping = ranks == 1  # nobody to watch
         self._stop_by = math.inf  # When to leave what the device of a dropped transport still waits for.
         self._thread = clock.worker(self._watch, f"penstock-watch-{rank}")
@@ -218,13 +216,14 @@ class Watch:
         """Report that this rank has read the verdict; where its process hosts the store, wait until all others have.
 
         It may leave as soon as it knows. The others would then find the store gone, and blame this rank. Those that
-        have answered the alarm are alive: on a busy machine they may take longer, and are waited for.
+        have answered the alarm are alive: on a busy machine they may take longer, and are waited for. One that was busy
+        in its own code is among them, although it is the one that is named.
         """
         self._bulletin.tell_read()
         if not self.store_host.is_here:
             return
-        others = [rank for rank in range(self._ranks) if rank != verdict.rank]
-        alive = self._bulletin.states(others).keys()
+        alive = self._bulletin.states(range(self._ranks)).keys()
+        others = {rank for rank in range(self._ranks) if rank != verdict.rank} | alive
         begin, seconds = self.clock.now(), 0.0
         while seconds < MOST_SECONDS and not self._bulletin.have_read(others if seconds < STORE_SECONDS else alive):
             self.clock.sleep(self._beat / 10)
@@ -272,7 +271,6 @@ class Watch:
         raises = proposal is not None or apart is not None or self._overdue(waiting)
         if raises:
             self._bulletin.raise_alarm(Alarm(self._rank, waiting, proposal or apart, heard=apart is not None))
-            self._call_others()
         alarm = self._bulletin.alarm() if has_notes or raises else None
         if alarm is not None:
             self._alarmed = alarm.failure
@@ -282,7 +280,13 @@ class Watch:
 
     def _awaited(self) -> Waiting | None:
         """Return what this rank waits for: its main thread or, where that is in no wait of ours, its device."""
-        return self.waiting or self.device_waiting()
+        waiting = self.waiting or self.device_waiting()
+        return None if waiting is None else self.describe(waiting)
+
+    def describe(self, waiting: Waiting) -> Waiting:
+        """Add to a wait for no message of a channel what it is for: only who reports the wait has to know."""
+        is_known = waiting.edge is not None or waiting.reason
+        return waiting if is_known else waiting._replace(reason=self.own.reason)
 
     def _lost_by_device(self) -> PeerFailure | None:
         """Return the failure of the rank that the device waits for, if the connection to its process is closed.
@@ -314,15 +318,10 @@ class Watch:
         step, announced = self.own.step, self._announced
         if announced is not None:
             self._bulletin.tell_news(step, announced)
-            self._call_others()
         failure = self._bulletin.news(step)
         with self._news_lock:
             if failure is not None and step == self.own.step:
                 self.news.append(failure)
-
-    def _call_others(self) -> None:
-        if self._bell is not None:
-            self._bell.call()
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         assert self._asker is not None

@@ -131,7 +131,7 @@ class Connection:
         finally:
             os.close(descriptor)
 
-    def write_text(self, kind: int, text: bytes, step: int = 0) -> int:
+    def write_note(self, kind: int, text: bytes, step: int = 0) -> int:
         """Send a text of any length; return the number by which the peer can look it up."""
         self._texts += 1
         for start in range(0, max(1, len(text)), TEXT_BYTES):
@@ -148,7 +148,7 @@ class Connection:
                 for notes in self.kept:
                     notes.clear()
                 self.say(FORGET)
-            known = self._book[layout.text] = (self.write_text(LAYOUT, layout.text), layout)
+            known = self._book[layout.text] = (self.write_note(LAYOUT, layout.text), layout)
         return known
 
     # -- in
@@ -171,7 +171,14 @@ class Connection:
         elif kind in (FAILURE, THROUGH_DISTRIBUTED):
             self.queues[key].append((kind, number, step, ordinal, microbatch, checksum, None))
         else:
-            self._note(kind, number, key, step, bytes(self._buffers[0][HEAD.size : count]), _descriptors(attached))
+            self._note(
+                kind,
+                number,
+                key,
+                step,
+                bytes(self._buffers[0][HEAD.size : count]),
+                _descriptors(attached) if attached else [],
+            )
         return True
 
     def _note(self, kind: int, number: int, key: int, step: int, tail: bytes, descriptors: list[int]) -> None:
@@ -243,8 +250,7 @@ class Connections(dict[int, Connection]):
     ) -> None:
         """Read what the peer sends until it is done; the watch sees for whom, and ends the wait if that is hopeless."""
         watch = self._watch
-        reason = "" if channel is not None else watch.own.reason
-        watch.waiting = waiting = Waiting(connection.peer, channel, microbatch, monotonic(), reason)
+        watch.waiting = waiting = Waiting(connection.peer, channel, microbatch, monotonic())
         awake = waiting.since + SPIN_SECONDS
         try:
             while not done():
@@ -265,7 +271,7 @@ class Connections(dict[int, Connection]):
     def wait_for_room(self, connection: Connection) -> None:
         """Read what others, perhaps waiting alike, have sent, while the socket is full because its reader is behind."""
         watch = self._watch
-        watch.waiting = Waiting(connection.peer, *self.busy_with, monotonic(), watch.own.reason)
+        watch.waiting = Waiting(connection.peer, *self.busy_with, monotonic())
         try:
             self._look_around()
             while not select.select([], [connection], [], SLICE_SECONDS)[1]:
@@ -288,9 +294,9 @@ class Connections(dict[int, Connection]):
     def put_exchange(self, peer: int, step: int, body: bytes) -> None:
         self.busy_with = None, -1
         try:
-            self[peer].write_text(EXCHANGE, body, step)
+            self[peer].write_note(EXCHANGE, body, step)
         except Gone:
-            self.lose(Waiting(peer, None, -1, monotonic(), self._watch.own.reason))
+            self.lose(Waiting(peer, None, -1, monotonic()))
 
     def has_exchange(self, peer: int, step: int) -> bool:
         """Return whether the peer's report at the end of that step is here. Waits for nobody."""
@@ -309,7 +315,7 @@ class Connections(dict[int, Connection]):
     def lose(self, waiting: Waiting) -> NoReturn:
         """Raise the group's verdict on a connection that is closed."""
         self._watch.waiting = None
-        raise copy(self._watch.propose(waiting.blame(self._rank, CONNECTION_CLOSED))) from None
+        raise copy(self._watch.propose(self._watch.describe(waiting).blame(self._rank, CONNECTION_CLOSED))) from None
 
     def close(self) -> None:
         for connection in self.values():

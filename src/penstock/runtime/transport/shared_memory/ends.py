@@ -178,7 +178,7 @@ class SharedOutgoing(Outgoing):
         connection, step = self._connection, self._transfers.exchanges
         self._connections.busy_with = self.channel, microbatch
         try:
-            number = connection.write_text(pair.FAILURE_TEXT, plain.dumps(failure))
+            number = connection.write_note(pair.FAILURE_TEXT, plain.dumps(failure))
             connection.write(pair.HEAD.pack(pair.FAILURE, number, self._key, step, self.count, microbatch, 0, 0))
         except Gone:
             self._connections.lose(Waiting(connection.peer, self.channel, microbatch, monotonic()))

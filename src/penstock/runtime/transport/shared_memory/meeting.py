@@ -40,7 +40,6 @@ class Address(NamedTuple):
 
     host: str
     socket: str  # The socket that it listens on.
-    bell: str  # the socket of that
     token: str
     device: str
 
@@ -92,7 +91,6 @@ class Meeting:
         prefix: str,
         rank: int,
         ranks: int,
-        bell: str,
         device: str,
         wait: Callable[[int, float], None],
     ) -> None:
@@ -104,7 +102,7 @@ class Meeting:
         self._listener = OwnSocket(socket.SOCK_SEQPACKET)
         self._listener.listen(max(ranks, 8))
         self._listener.settimeout(LOOK_SECONDS)
-        self.mine = Address(this_host(), self._listener.address, bell, secrets.token_hex(16), device)
+        self.mine = Address(this_host(), self._listener.address, secrets.token_hex(16), device)
         self._write(f"place/{rank}", *self.mine)
 
     def address_of(self, rank: int) -> Address:
@@ -118,10 +116,6 @@ class Meeting:
                 time.sleep(LOOK_SECONDS / 10)
             self._addresses[rank] = Address(*found)
         return self._addresses[rank]
-
-    def neighbours(self) -> list[str]:
-        """Return the addresses of the bells of the other ranks on this host, as far as they are known."""
-        return [address.bell for address in self._addresses.values() if address.host == self.mine.host]
 
     def join(self, peer: int) -> socket.socket | str:
         """Return a connection to a near rank, or why there is none. Both ranks call this, and get the same."""

@@ -26,7 +26,6 @@ from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.transport.channel import Channel, ChannelEnds, Incoming, Outgoing, channels_checksum
 from penstock.runtime.transport.distributed.exchange import COORDINATOR
 from penstock.runtime.transport.distributed.transport import DistributedTransport
-from penstock.runtime.transport.failure.bell import Bell
 from penstock.runtime.transport.failure.blame import Waiting
 from penstock.runtime.transport.failure.peer_failures import after_loss
 from penstock.runtime.transport.failure.watch import Watch
@@ -67,19 +66,13 @@ class SharedMemoryTransport(DistributedTransport):
                 f"{self._prefix}/shared",
                 self.rank,
                 self.ranks,
-                self._bell.address,
                 home,
                 partial(_wait_to_meet, self.watch),  # not of this transport, which its own end would then keep alive
             )
         except dist.DistError as error:
             raise self.watch.without_store(error) from error
-        self._bell.others = self._meeting.neighbours
         self._apart: dict[int, str] = {}  # near ranks that cannot be reached, and why
-        weakref.finalize(self, _hang_up, self._meeting, self._connections, self._bell)
-
-    def _make_bell(self) -> Bell:
-        self._bell = Bell()
-        return self._bell
+        weakref.finalize(self, _hang_up, self._meeting, self._connections)
 
     # -- connecting to ranks on this host
 
@@ -153,7 +146,7 @@ class SharedMemoryTransport(DistributedTransport):
 
     def close(self) -> None:
         super().close()
-        _hang_up(self._meeting, self._connections, self._bell)
+        _hang_up(self._meeting, self._connections)
 
 
 def _wait_to_meet(watch: Watch, peer: int, since: float) -> None:
@@ -162,7 +155,6 @@ def _wait_to_meet(watch: Watch, peer: int, since: float) -> None:
         raise after_loss(watch.verdict)
 
 
-def _hang_up(meeting: Meeting, connections: Connections, bell: Bell) -> None:
-    bell.close()
+def _hang_up(meeting: Meeting, connections: Connections) -> None:
     meeting.close()
     connections.close()

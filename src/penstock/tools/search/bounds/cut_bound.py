@@ -13,8 +13,6 @@ import math
 
 from penstock.tools.search.layers import Model
 
-__all__ = ["cut_bound"]
-
 ROUNDING = 1e-9
 
 

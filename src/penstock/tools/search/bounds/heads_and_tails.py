@@ -24,8 +24,6 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.timing.costs import Costs
 from penstock.tools.search.bounds.memory_limits import Limit, limits_of
 
-__all__ = ["paced_bound"]
-
 # Microbatch-stages up to which machines are looked at, and heads and tails.
 FEW, MANY = 8_000, 40_000
 ROUNDING = 1e-9

@@ -52,8 +52,6 @@ from penstock.schedule.topology import Topology
 from penstock.tools.search.bounds.heads_and_tails import paced_bound
 from penstock.tools.search.bounds.refutation import refuted_bound
 
-__all__ = ["NoRoom", "caps_of", "lower_bound"]
-
 ROUNDING = 1e-9
 
 

@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from penstock.schedule.timing.costs import Costs
 
-__all__ = ["Limit", "limits_of"]
-
 FEW_STAGES = 6  # A rank with up to so many has every choice of them looked at.
 ROUNDING = 1e-9
 

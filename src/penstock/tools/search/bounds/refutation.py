@@ -16,8 +16,6 @@ from penstock.schedule.placement import Placement
 from penstock.schedule.timing.costs import Costs
 from penstock.tools.search.bounds.windows import Arc, Item, Rules, Windows
 
-__all__ = ["refuted_bound"]
-
 MOST_JOBS = 120
 # Shares of the bound: by how much it is raised at once, and what is not worth another try.
 STEP, GRAIN = 0.02, 0.005

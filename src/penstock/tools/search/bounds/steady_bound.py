@@ -27,8 +27,6 @@ import math
 
 from penstock.schedule.builders.problem import Problem
 
-__all__ = ["steady_bound"]
-
 
 def steady_bound(problem: Problem) -> float:
     """Return the least period of overlapping steps."""

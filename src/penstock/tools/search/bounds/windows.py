@@ -16,9 +16,6 @@ from typing import NamedTuple
 
 from penstock.schedule.columns import Array
 
-__all__ = ["Arc", "Item", "Rules", "Windows"]
-
-
 ROUNDING = 1e-10
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,24 +25,18 @@ class DataBatch:
 
     def share(self, number: int, count: int) -> DataBatch:
         """Return the rows of replica `number` of `count`; `tokens` stay those of all."""
-        if count == 1:
-            return self
+        return self if count == 1 else self.with_rows(lambda tensor: tensor.tensor_split(count)[number])
 
-        def cut(value: Any) -> Any:
-            if not isinstance(value, Tensor) or not value.dim():
-                return value
-            return value.tensor_split(count)[number]
-
-        args, kwargs, target = pytree.tree_map(cut, (self.args, self.kwargs, self.target))
-        return DataBatch(args, kwargs, target, self.tokens)
+    def with_rows(self, change: Callable[[Tensor], Tensor]) -> DataBatch:
+        """Return the batch in which each tensor with rows is what `change` makes of it."""
+        return self._mapped(lambda tensor: change(tensor) if tensor.dim() else tensor)
 
     def pinned(self) -> DataBatch:
         """Copy it to memory from which an accelerator copies while the host continues."""
+        return self._mapped(lambda each: each.pin_memory() if each.is_cpu and each.layout is torch.strided else each)
 
-        def pin(tensor: Tensor) -> Tensor:
-            return tensor.pin_memory() if tensor.is_cpu and tensor.layout is torch.strided else tensor
-
-        args, kwargs, target = pytree.tree_map_only(Tensor, pin, (self.args, self.kwargs, self.target))
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> DataBatch:
+        args, kwargs, target = pytree.tree_map_only(Tensor, change, (self.args, self.kwargs, self.target))
         return DataBatch(args, kwargs, target, self.tokens)
 
     def mark(self, before: int = 0) -> int:

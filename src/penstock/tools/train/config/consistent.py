@@ -63,7 +63,7 @@ def _rows(config: TrainConfig) -> Iterator[str]:
     shares = passes * config.mesh.replicas
     tokens = batch * config.data.sequence
     if tokens > MOST_TOKENS:
-        yield f"data.batch x data.sequence = {tokens:,} tokens in a step, which fill the memory; give {MOST_TOKENS:,} at most"
+        yield f"a step of {tokens:,} tokens (data.batch x data.sequence) fills the memory; give {MOST_TOKENS:,} at most"
     by = "training.accumulate" + (" x mesh.replicas" if config.mesh.replicas > 1 else "")
     if batch % shares:
         yield (

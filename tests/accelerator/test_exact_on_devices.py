@@ -70,7 +70,7 @@ def test_two_processes(eager: bool) -> None:
     assert [(each.value, each.races) for each in outcomes] == [({}, []), ({}, [])]
 
 
-@pytest.mark.parametrize(("ranks", "model", "name"), by_turns([(4, "mlp"), (2, DRAWS)], NAMES))
+@pytest.mark.parametrize(("ranks", "model", "name"), by_turns([2, 4], ["mlp", DRAWS], NAMES))
 def test_every_family_on_processes(ranks: int, model: str, name: str) -> None:
     recompute = "always" if model == DRAWS else "never"
     cases = on_processes(ranks, TRAINING, model, recompute=recompute)

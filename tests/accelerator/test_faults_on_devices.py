@@ -38,7 +38,7 @@ def fail(how: str) -> None:
     torch.empty(1 << 20, device=pretend.device(here))
 
 
-def faulted(op: str, how: str, who: int) -> dict[str, Any]:
+def faulted(op: str, how: str, who: int, ranks: int = 2) -> dict[str, Any]:
     """Train, while rank `who` fails in the last of its operations `op` in the second step."""
     import copy
     import time
@@ -60,7 +60,7 @@ def faulted(op: str, how: str, who: int) -> dict[str, Any]:
     timeout = TIMEOUT if how == "stalls" else LONG
     pipe = penstock.Pipeline(
         model,
-        stages=2,
+        stages=ranks,
         microbatches=4,
         schedule=SCHEDULES[op],
         loss_fn=nn.MSELoss(),
@@ -116,9 +116,21 @@ FAST = [("F", "memory", 1), ("B", "dies", 0), ("W", "raises", 0)]
 
 @pytest.mark.parametrize(("op", "how", "who"), by_turns(SCHEDULES, WORDS, (0, 1), fast=FAST, one_in=3))
 def test_on_processes(op: str, how: str, who: int) -> None:
-    outcomes = attempt(2, faulted, op, how, who, grouped=True, limit=90)
-    assert [each.races for each in outcomes] == [[], []]
-    assert [each.deadlocks for each in outcomes] == [[], []]
+    check_processes(2, op, how, who)
+
+
+@pytest.mark.parametrize(
+    ("op", "how", "who"), by_turns([("F", "dies"), ("B", "stalls"), ("I", "raises"), ("W", "memory")], (0, 2, 3))
+)
+def test_on_four_processes(op: str, how: str, who: int) -> None:
+    """Most ranks wait for one that waits itself."""
+    check_processes(4, op, how, who)
+
+
+def check_processes(ranks: int, op: str, how: str, who: int) -> None:
+    outcomes = attempt(ranks, faulted, op, how, who, ranks, grouped=True, limit=90)
+    assert [each.races for each in outcomes] == [[]] * ranks
+    assert [each.deadlocks for each in outcomes] == [[]] * ranks
     for rank, each in enumerate(outcomes):
         if how == "dies" and rank == who:
             assert each.code == -9

@@ -12,10 +12,12 @@ from accelerator import exact, pretend
 from exactness.cases import SEED, STEPS, Case, Outcome, outcome
 from exactness.models import example
 from parallel import cases as replicated
+from parallel import spread
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
+from penstock.model.moved import move_together
 
 
 def faults_of_overlapped_steps(cases: Sequence[Case]) -> list[str]:
@@ -23,19 +25,23 @@ def faults_of_overlapped_steps(cases: Sequence[Case]) -> list[str]:
     rank = dist.get_rank() if dist.is_initialized() else None
     faults = []
     for case in cases:
-        wanted = exact.plain(case)
+        exact.plain(case)
         pretend.clear()
         found = exact.pipelined(case, rank, overlapped=True)
-        names = [name for name in found if not name.endswith(" gradient")]
-        assert "losses" in names
-        faults += [f"{case}: {name}" for name in names if not torch.equal(found[name], wanted[name])]
+        found = {name: value for name, value in found.items() if not name.endswith(" gradient")}
+        assert "losses" in found
+        faults += [f"{case}: {each}" for each in exact.differences(case, found, whole=False)]
         faults += [str(race) for race in pretend.races()]
     return faults
 
 
-def faults_of_checkpoint(case: Case) -> list[str]:
-    """Return what differs between a run, and one that is saved in the middle and goes on in new objects."""
-    with tempfile.TemporaryDirectory() as folder:
+def faults_of_checkpoint(case: Case, shared: str = "") -> list[str]:
+    """Return what differs between a run, and one that is saved in the middle and goes on in new objects.
+
+    Processes save to a folder that they share.
+    """
+    with tempfile.TemporaryDirectory() as own:
+        folder = shared or own
         devices = [pretend.device(each) for each in range(case.ranks)]
 
         def run(load: bool) -> Outcome:
@@ -49,7 +55,9 @@ def faults_of_checkpoint(case: Case) -> list[str]:
                 devices=devices,
             ) as pipe:
                 optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
-                args, target = exact.there(made.args, devices[0]), exact.there(made.target, devices[-1])
+                placement, rank = pipe.schedule.placement, dist.get_rank() if dist.is_initialized() else None
+                ends = [placement.rank_of(stage) if rank is None else rank for stage in (0, case.stages - 1)]
+                args, target = exact.there(made.args, devices[ends[0]]), exact.there(made.target, devices[ends[1]])
                 saver = penstock.Checkpointer(folder)
                 losses = []
                 if load:
@@ -74,6 +82,35 @@ def faults_of_checkpoint(case: Case) -> list[str]:
         return faults + [str(race) for race in pretend.races()]
 
 
+def losses_across_layouts(folder: str, stages: int, goes_on: bool) -> list[float]:
+    """Return losses of three steps, of which the last two follow a checkpoint; or of these two, from that."""
+    from torch.optim import AdamW
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]).double()
+    x, y = torch.randn(8, 8).double(), torch.randn(8, 8).double()
+    options = {"stages": stages, "microbatches": 4, "loss_fn": nn.MSELoss(), "timeout": 30}
+    with penstock.Pipeline(model, **options) as pipe, penstock.Checkpointer(folder) as saver:
+        optimizer, losses = AdamW(pipe.parameters(), lr=0.1), []
+        if goes_on:
+            assert saver.load(pipe, optimizer) is not None
+        for number in range(int(goes_on), 3):
+            losses.append(float(pipe.step(x, target=y).loss))  # type: ignore[arg-type]
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 0:
+                saver.save(1, pipe, optimizer)
+        assert {each.device.type for each in pipe.parameters()} == {pretend.NAME}
+    return losses
+
+
+def with_spread_tensors(cases: Sequence[spread.Case], sizes: dict[str, int]) -> list[Outcome]:
+    """Train with tensors that are spread over devices; returns what each case found on this rank."""
+    mesh = penstock.mesh(**sizes)
+    found = [spread.pipelined(case, mesh) for case in cases]
+    return [{name: exact.there(value, torch.device("cpu")) for name, value in each.items()} for each in found]
+
+
 def faults_on_mesh(cases: Sequence[replicated.Case]) -> dict[str, list[str]]:
     """Return what differs from the plain loop over the whole batch, on four processes: two ranks, two replicas."""
     mesh = init_device_mesh(pretend.NAME, (2, 2), mesh_dim_names=("pp", "dp"))
@@ -83,10 +120,11 @@ def faults_on_mesh(cases: Sequence[replicated.Case]) -> dict[str, list[str]]:
         wanted = _plain_with_replicas(case)
         pretend.clear()
         part = exact.here(replicated.pipelined(case, mesh, devices=devices))
+        in_order = case.in_order and case.model != "tied"
         faults = [
-            f"{name}: {part[name]} and not {wanted[name]}"[:300]
-            for name in part
-            if not replicated.same(part[name], wanted[name], exact=True)
+            f"{name}: {value} and not {wanted[replicated.untied(name, case)]}"[:300]
+            for name, value in part.items()
+            if not replicated.same(value, wanted[replicated.untied(name, case)], exact=in_order)
         ]
         faults += [str(race) for race in pretend.races()]
         if faults:
@@ -96,7 +134,8 @@ def faults_on_mesh(cases: Sequence[replicated.Case]) -> dict[str, list[str]]:
 
 def _plain_with_replicas(case: replicated.Case) -> Outcome:
     made, device = case.made(), pretend.device(exact.ALONE)
-    whole = nn.ModuleList(made.stages).to(device)
+    whole = nn.ModuleList(made.stages)
+    move_together([whole], device)  # where `to` would part tied weights
     made.args, made.target = exact.there(made.args, device), exact.there(made.target, device)
     sgd = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9) if case.optimizer else None
     losses = []

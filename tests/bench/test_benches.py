@@ -38,6 +38,7 @@ BENCHES = {
     ),
     "composition": Bench(TWO, ("pp=2 x dp=2: transformer",), "who", {"ours", "ours, gloo", "torch"}, 6),
     "failures": Bench("", ("4 processes, one fails",), "failure", {"an error", "killed"}, 2),
+    "losses": Bench("", ("2 gloo ranks, 1f1b",), "loss", {"mse", "own", "terms"}, 3),
     "overhead": Bench(
         TWO, ("Linear(8, 8), 2 gloo ranks", "one process, nothing sent"), "schedule", {"1f1b", "zb-v"}, 6
     ),

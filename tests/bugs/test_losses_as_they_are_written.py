@@ -4,7 +4,8 @@ What a loss is divided by was read off its graph only where the graph went from 
 divisor above anything else (a trace, a norm, an entry) was not compared at all, so that a masked mean went wrong when
 its masks became uneven. A loss that is a sum at one time and a mean at another has the same nodes, and was trusted as
 the one that it had been. And a mean over rows below a sum, or a parameter that weighs a term, was taken for a
-difference between microbatches, so that right losses were refused.
+difference between microbatches, so that right losses were refused; as were a loop over rows, each divided by what is
+its own, and in double precision any loss with a small number beside its divisor.
 """
 
 from __future__ import annotations
@@ -67,6 +68,12 @@ RIGHT: dict[str, Loss] = {
     "stacked terms": lambda o, t: torch.stack([each(o, t).mean(), 0.1 * o.abs().mean()]).sum(),
     "the mean of stacked terms": lambda o, t: torch.stack([each(o, t).mean(), o.abs().mean()]).mean(),
     "means of each row": lambda o, t: each(o, t).mean(1).mean(),
+    "a loop over rows": lambda o, t: (
+        sum(each(a, b).sum() / (1 + b.abs().sum()) for a, b in zip(o, t, strict=True)) / len(o)
+    ),
+    "a loop over many entries": lambda o, t: torch.stack([(2 + a).abs() for a in each(o, t).flatten()]).mean(),
+    "a divisor that is never 0": lambda o, t: each(o, t).sum() / (t.numel() + 1e-12),
+    "no more than": lambda o, t: each(o, t).mean().clamp(max=1e3),
     "a learned weight": Learned(of_entries=False),
     "learned weights": Learned(of_entries=True),
 }
@@ -88,6 +95,13 @@ UNEVEN: dict[str, Loss] = {
     "a distance": lambda o, t, mask: torch.dist(o[mask], t[mask]) ** 2 / mask.sum(),
     "an entry": lambda o, t, mask: errors(o, t, mask).square().sum(1).cumsum(0)[-1] / mask.sum(),
     "sums of rows": lambda o, t, mask: (errors(o, t, mask).square() / mask.sum()).sum(1).sum(),
+    "of columns": lambda o, t, mask: (errors(o, t, mask).square().sum(0) / mask.sum(0).clamp(min=1)).mean(),
+    "in logarithms": lambda o, t, mask: torch.exp(errors(o, t, mask).square().sum().log() - mask.sum().double().log()),
+    "between two": lambda o, t, mask: torch.lerp(o.new_zeros(()), errors(o, t, mask).square().sum(), 1 / mask.sum()),
+    "at once": lambda o, t, mask: torch.addcdiv(
+        o.new_zeros(()), errors(o, t, mask).square().sum(), mask.sum().double()
+    ),
+    "a loop over rows": lambda o, t, mask: sum(row.square().sum() for row in errors(o, t, mask)) / mask.sum(),
     "masked or not": lambda o, t, mask: each(o, t).mean() if mask.all() else each(o, t)[mask].mean(),
 }
 

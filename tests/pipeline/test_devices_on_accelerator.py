@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -400,3 +401,52 @@ def test_batches_are_copied_beside_the_kernels_and_there_in_time(name: str) -> N
     outcome = on_device(from_pinned_memory, name=name)
     assert outcome.value < 1e-6
     assert outcome.races == []
+
+
+def under_defaults_of_the_user(defaults: list[tuple[str, str]], folder: str) -> list[list[list[float]]]:
+    """What a training makes of a model, by the default device and dtype."""
+    import torch
+    from pipeline.test_devices import train
+
+    return [
+        train(f"{folder}/{number}", device, getattr(torch, dtype)) for number, (device, dtype) in enumerate(defaults)
+    ]
+
+
+@pytest.mark.parametrize("processes", mostly_slow([False, True], True))
+def test_defaults_of_the_user_change_nothing_on_devices(processes: bool, tmp_path: Path) -> None:
+    defaults = [("cpu", "float32"), ("meta", "float32"), ("pretend:1", "float64"), ("meta", "float16")]
+    arguments = (under_defaults_of_the_user, defaults, str(tmp_path))
+    for outcome in on_ranks(2, *arguments) if processes else [on_device(*arguments)]:
+        assert outcome.races == []
+        assert outcome.value
+        assert all(each == outcome.value[0] for each in outcome.value[1:])
+
+
+def on_one_device(way: str) -> list[str]:
+    """What two processes are told whose models are on the same device."""
+    from accelerator import pretend
+
+    from penstock.errors import UsageError
+
+    model, x, y = model_and_batch(layers=2)
+    devices: Any = "auto"
+    if way == "moved":
+        model.to(pretend.device(0))  # as by model.cuda() in every process
+    else:
+        devices = [pretend.device(0)] * 2
+    told = []
+    with penstock.Pipeline(model, stages=2, microbatches=4, loss_fn=nn.MSELoss(), devices=devices, timeout=20) as pipe:
+        for _ in range(2):
+            with pytest.raises((UsageError, PeerFailure)) as caught:
+                pipe.step(x, target=y)
+            told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.parametrize("way", mostly_slow(["moved", "asked"], "moved"))
+def test_processes_that_share_a_device_are_told_so(way: str) -> None:
+    """NCCL refuses to connect them, by an error that names neither the ranks nor the device."""
+    for outcome in on_ranks(2, on_one_device, way):
+        for told in outcome.value:
+            assert "ranks 0 and 1 both compute on pretend:0 of this host" in told

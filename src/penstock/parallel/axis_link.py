@@ -9,6 +9,7 @@ and all members have the same rank in their pipelines: failures are told in thes
 from __future__ import annotations
 
 import re
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -218,6 +219,7 @@ class DeviceWaits:
         self._device, self._peer, self._reason = device, peer, reason
         self._events: deque[torch.Event] = deque()
         self._since: tuple[torch.Event | None, float] = (None, 0.0)  # of the first event, when it was first seen
+        self._looking = threading.Lock()  # The watches of this link and of the pipeline look.
 
     def note(self) -> None:
         """Note that the device waits in what was launched last."""
@@ -225,13 +227,13 @@ class DeviceWaits:
 
     def first(self) -> Waiting | None:
         """Return the first wait that has not ended, since it was first seen to be that."""
-        events = tuple(self._events)
-        first = next((each for each in events if not each.query()), None)
-        for _ in range(len(events) if first is None else events.index(first)):
-            self._events.popleft()
-        if first is not self._since[0]:
-            self._since = first, monotonic()
-        return None if first is None else Waiting(self._peer, None, -1, self._since[1], self._reason)
+        with self._looking:
+            while self._events and self._events[0].query():
+                self._events.popleft()
+            first = self._events[0] if self._events else None
+            if first is not self._since[0]:
+                self._since = first, monotonic()
+            return None if first is None else Waiting(self._peer, None, -1, self._since[1], self._reason)
 
 
 def _abort(backend: Any) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _foreach_supported_types
 
 from penstock.errors import PeerFailure, UsageError
 from penstock.model.lazy import mark_replaced
@@ -106,7 +107,18 @@ def compose(pipe: Pipeline, composition: Composition, places: Places) -> Replica
     executor.replication = replicas
     if sharder is not None or values is not None:
         executor.computations.hooks = ParallelHooks(sharder, values)
+    _keep_kinds_apart(parameter for module in held.values() for parameter in module.parameters())
     return replicas
+
+
+def _keep_kinds_apart(parameters: Iterable[nn.Parameter]) -> None:
+    """Have optimizers update parameters one by one by default, in this process, if only some of them are spread.
+
+    On accelerators, torch takes operations of many tensors by default, and these refuse plain tensors beside DTensors.
+    """
+    meshes = {each.device_mesh if isinstance(each, DTensor) else None for each in parameters}
+    if len(meshes) > 1 and DTensor in _foreach_supported_types:
+        _foreach_supported_types.remove(DTensor)
 
 
 def compose_wrapped(pipe: Pipeline) -> WrappedStages:

@@ -5,6 +5,7 @@ In the first step by all its neighbours; in later ones by what its graph shows, 
 
 from __future__ import annotations
 
+import functools
 import random
 import warnings
 from collections.abc import Callable
@@ -358,8 +359,8 @@ def test_what_no_graph_shows_is_found_by_turns() -> None:
     with pipeline(normalised) as pipe:
         pipe.step(x, target=y, loss_kwargs={"mask": mask})
         mask[8, 1:] = False
-        steps = (M - 1) * (APART // M) + 1
-        found = attempts(lambda: pipe.step(x, target=y, loss_kwargs={"mask": mask}), steps)
+        assert M <= check.UNREAD * M <= APART, "one of the pairs has its turn in each step"
+        found = attempts(lambda: pipe.step(x, target=y, loss_kwargs={"mask": mask}), M - 1)
     assert "microbatches 1 and 2 taken together" in found
 
 
@@ -404,6 +405,21 @@ def test_a_known_loss_that_spreads_its_target_over_all_rows_is_refused() -> None
         warnings.simplefilter("ignore")  # torch's own, about the shapes
         pipe.step(x, target=y)
         refused(pipe, x, target=y[:, 0, 0].reshape(9, 1, 1, 1))
+
+
+def masked_mean(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target)[target > 0].square().mean()
+
+
+def test_what_only_looks_like_a_known_loss_is_checked() -> None:
+    """A wrapper has the name and the module of what it wraps; a module may be given another forward."""
+    x, y, _ = batch(9)
+    patched, labelled = nn.MSELoss(), nn.CrossEntropyLoss()
+    patched.forward = masked_mean  # type: ignore[method-assign]
+    labelled.forward = masked_mean  # type: ignore[method-assign, assignment]
+    for loss in (functools.wraps(F.mse_loss)(masked_mean), patched, labelled):
+        with pipeline(loss) as pipe:
+            refused(pipe, x, target=y)
 
 
 # -- another loss

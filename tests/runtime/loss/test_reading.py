@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -70,6 +71,17 @@ def test_what_is_no_sum_of_means_is_not_taken_for_one(loss: Loss) -> None:
 @pytest.mark.parametrize("loss", [lambda o: (o.mean(1) * (MASK / 3)).sum(), lambda o: o.mean(1) @ (MASK / 3)])
 def test_a_divisor_inside_of_weights_is_not_read(loss: Loss) -> None:
     assert factors(loss) is None
+
+
+def test_terms_of_single_rows_are_one_with_what_they_have_in_common() -> None:
+    output = torch.rand(ROWS, WIDTH, requires_grad=True) * 1
+    rows = torch.stack([row.sum() / divisor for row, divisor in zip(output, (1, 2, 3, 4), strict=True)])
+    form, numbers = read(rows.sum() / 5, output)
+    assert len(form.terms) == 4
+    assert [term.value(numbers) for term in form.terms_of(ROWS)] == [1 / 5]  # type: ignore[arg-type]
+    assert form.terms_of(3) == form.terms, "these are no rows"
+    (lone,) = read(torch.stack([output[0].sum() / 2]).sum() / 5, output)[0].terms_of(1)
+    assert math.isnan(lone.value(numbers)), "nobody knows which of the divisors is the row's own"  # type: ignore[arg-type]
 
 
 def test_numbers_are_those_of_each_loss_although_its_graph_is_analysed_once() -> None:

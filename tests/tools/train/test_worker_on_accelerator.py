@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 from accelerator.harness import on_device, on_ranks
+from tiers import by_turns
+
+from penstock.schedule.builders import TRAINING
 
 TINY = [
     *("model.options.layers=2", "model.options.width=16", "model.options.heads=2", "model.options.dropout=0.1"),
@@ -93,6 +96,26 @@ def test_ranks_that_are_processes_train_on_the_device_of_their_local_rank(tmp_pa
     for row in rows:
         assert row["activations"] > 0
         assert 0.95 * row["process"] - messages <= row["tensors"] <= row["process"]
+
+
+@pytest.mark.parametrize(
+    ("family", "workers"), by_turns(TRAINING, ["threads", "two processes", "four processes"], one_in=6)
+)
+def test_every_family_trains(family: str, workers: str, tmp_path: Path) -> None:
+    """The losses are those of ranks on the CPU."""
+    ranks = 4 if workers == "four processes" else 2
+    tiny = [f"pipeline.ranks={ranks}", f"pipeline.schedule={family}", f"model.options.layers={2 * ranks}"]
+    tiny += ["pipeline.precision=fp32", "model.options.dropout=0.0", "training.steps=3"]
+    threads = ["pipeline.workers=threads"]
+    if workers == "threads":
+        outcomes = [on_device(run, str(tmp_path), [*tiny, *threads])]
+    else:
+        outcomes = on_ranks(ranks, run, str(tmp_path), tiny)
+    assert [each.races for each in outcomes] == [[]] * len(outcomes)
+    folder = tmp_path / "cpu"
+    folder.mkdir()
+    plain = on_device(run, str(folder), [*tiny, *threads, "pipeline.device=cpu"]).value["losses"]
+    assert outcomes[0].value["losses"] == pytest.approx(plain, rel=1e-4)
 
 
 def dry_run(folder: str, limit: int) -> str:

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim import optimizer as optimizers
 
-from penstock.devices import mark
+from penstock.devices import BOOT, mark
 from penstock.schedule import Action, Timeline
 from penstock.schedule.timing.timeline import Span, Wall
 
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from penstock.runtime.transport import Transport
 
 ROUNDS = 16
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # ranks with the same one share the monotonic clock
 
 
 class ActionWait:

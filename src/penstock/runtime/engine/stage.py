@@ -180,7 +180,8 @@ class Stage:
         self._state.after(before)
         precision = self.precision
 
-        def again() -> None:
+        # The graph is handed in: one that this function held would keep itself alive, and all that arrived with it.
+        def again(graph: SavedGraph) -> None:
             self.precision = precision
             what = f"what stage {self.part.index} was given for microbatch {stage_input.microbatch}"
             check_unwritten(what, watched, "between its forward and its recomputation, by its maker or the user")
@@ -268,7 +269,7 @@ class Stage:
                 f"stage {self.part.index} cannot run the backward of microbatch {microbatch}: its forward has not run"
             )
         if graph.recompute is not None:
-            graph.recompute()
+            graph.recompute(graph)
         if split_backward and graph.deferred is not None:
             graph.deferred.begin_input()
             self._waiting[microbatch] = graph.deferred

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,17 +27,22 @@ from penstock.runtime.batch.microbatch import Batch, Dims, dims_of_leaves
 from penstock.runtime.batch.rowed import is_rowed
 from penstock.runtime.loss.losses import check_loss
 from penstock.runtime.loss.module import module_of
-from penstock.runtime.loss.reading import Form, names_below
+from penstock.runtime.loss.reading import Form, Names, names_below
 
 if TYPE_CHECKING:
     from penstock.runtime.loss.shares import BatchShares, Weighing
 
 APART = 256  # microbatches from one pair that is taken together to the next, so that it costs less than 1 % of a step
+UNREAD = 4  # So many times more often where the graph of a loss does not show all of it.
 KINDS = 16  # of losses by what they compute; one that computes something else each time is not asked each time
 FEW = 64  # roundings that two numbers may be apart
+ADDED = 1e-6  # what people add to a divisor so that it is not 0, beside it
 FEW_OF_COARSE, COARSE = 4, 1e-4  # and of numbers that are coarser than this
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)  # of a loss, if it takes
 # rows of one microbatch only, or what was joined is no row
+
+
+Kind = tuple[Form | None, Names | None, *tuple[str, ...]]  # of a loss: what it computes, and of which loss_kwargs
 
 
 class CannotJoinError(Exception):
@@ -54,23 +59,27 @@ class LossCheck:
     def __init__(self, weighing: Weighing, dims: Dims) -> None:
         self.weighing, self.dims = weighing, dims
         self._steps = {True: 0, False: 0}  # that have passed: of training, and evaluations
-        self._kinds: set[Hashable] = set()  # of what the loss computes
+        self._kinds: set[Kind] = set()  # of what the loss computes
+        self._is_read = True  # Its graph shows all that it computes in training.
 
     def begin(self, batch: Batch, shares: BatchShares, training: bool) -> StepCheck | None:
         """Return the check of a step; None where the loss is known, or there is nothing to compare."""
         if self.weighing.loss_fn is None or not self.weighing.is_checked or len(batch.args) < 2:
             return None
         pairs, step = len(batch.args) - 1, self._steps[training]
-        turn, left = divmod(step, max(1, APART // len(batch.args)))
+        apart = APART if self._is_read else APART // UNREAD
+        turn, left = divmod(step, max(1, apart // len(batch.args)))
         return StepCheck(self, batch, shares, range(pairs) if not step else () if left else (turn % pairs,), training)
 
-    def is_new(self, kind: Hashable) -> bool:
+    def is_new(self, kind: Kind) -> bool:
         """Whether the loss has not computed this before."""
         return kind not in self._kinds and len(self._kinds) < KINDS
 
-    def passed(self, training: bool, kinds: set[Hashable]) -> None:
+    def passed(self, training: bool, kinds: set[Kind]) -> None:
         """Count a step whose losses are right."""
         self._steps[training] += 1
+        if training:
+            self._is_read &= all(form is not None and form.is_complete for form, *_ in kinds)
         self._kinds |= kinds
 
 
@@ -105,7 +114,7 @@ class StepCheck:
         self._due = set(due)
         self._before: _Given | None = None
         self._seen: set[int] = set()
-        self._kinds: set[Hashable] = set()
+        self._kinds: set[Kind] = set()
         self._together: list[_Together] = []
 
     def saw(self, number: int, output: Any, loss: Tensor, form: Form | None) -> None:
@@ -115,7 +124,7 @@ class StepCheck:
         batch, place, weighing = self._batch, len(self._seen), self._checks.weighing
         self._seen.add(number)
         target, extra = batch.targets[number], batch.loss_kwargs[number]
-        kind = (form, names_below(loss, output) if place == 0 else None, *extra)
+        kind: Kind = (form, names_below(loss, output) if place == 0 else None, *extra)
         if kind not in self._kinds:
             self._kinds.add(kind)
             if self._checks.is_new(kind):
@@ -196,7 +205,7 @@ class StepCheck:
             return  # a batch without a mean is refused elsewhere (`shares`)
         few = FEW if pair.eps < COARSE else FEW_OF_COARSE
         scale = max(abs(found), *(abs(loss) for loss, weight in zip(own, weights, strict=True) if weight != 0))
-        if abs(found - expected) <= few * pair.eps * scale:
+        if abs(found - expected) <= max(few * pair.eps, ADDED) * scale:
             return
         if math.isfinite(expected):
             # signed terms may cancel, so that rounding is large beside their mean: the rows in another order show it

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelError
-from penstock.runtime.loss.reading import Number, Term
+from penstock.runtime.loss.nodes import Number
+from penstock.runtime.loss.reading import Term
 
 COARSE = 1e-4  # rounding of numbers that a sum of many terms is not computed in
+ADDED = 1e-7  # what people add to a divisor so that it is not 0, beside it
 
 REMEDY = (
     "say what it is a mean over with LossOptions(weight=), a function of anything that step() is passed, by name, "
@@ -62,6 +64,8 @@ class TermCounts(NamedTuple):
         one, two = sorted((min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)))
         over = [1 / each[number].value if each[number].value else math.inf for number in (one, two)]
         what, remedy = f"are means over {over[0]:g} and {over[1]:g} entries", REMEDY
+        if min(values) <= 0:
+            what = f"have entries that count {each[one].value:g} and {each[two].value:g}"
         if over[0] <= 1 and self._alike(values):
             what, remedy = "are sums", f"pass LossOptions(reduction='sum') if they add up, or {REMEDY}"
         return (
@@ -112,4 +116,4 @@ def _slack(number: Number) -> float:
     """Return how far apart rounding may bring equal numbers: a coarse one is rounded once, when it has been summed."""
     kind = number.dtype if isinstance(number, Tensor) and number.is_floating_point() else torch.float64
     eps = torch.finfo(kind).eps
-    return 2 * eps if eps >= COARSE else 32 * eps
+    return 2 * eps if eps >= COARSE else max(32 * eps, ADDED)

@@ -264,8 +264,8 @@ def torch_reduction(loss_fn: Any, more: Mapping[str, Any]) -> str | None:
     function, options = unwrapped(loss_fn)
     if isinstance(function, nn.modules.loss._Loss):
         return function.reduction if type(function).__module__ == nn.modules.loss.__name__ else None
-    name = getattr(function, "__name__", "")
-    if getattr(function, "__module__", None) != F.__name__ or not (
+    name = getattr(function, "__name__", "")  # which a decorated function has, too
+    if getattr(F, name, None) is not function or not (
         name.endswith("_loss") or "cross_entropy" in name or name == "kl_div"
     ):
         return None
@@ -290,9 +290,14 @@ def is_elementwise(loss_fn: Any) -> bool:
     if name not in ELEMENTWISE or torch_reduction(loss_fn, {}) not in ("mean", "sum"):
         return False
     if isinstance(function, nn.Module):
-        hooks = (function._forward_hooks, function._forward_pre_hooks, function._backward_hooks)
-        return type(function) is getattr(nn, name) and not any(hooks) and not any(True for _ in function.buffers())
+        return type(function) is getattr(nn, name) and is_plain(function) and not any(True for _ in function.buffers())
     return not any(isinstance(value, Tensor) for value in options.values())
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Return whether a call of a module is the forward of its class, and nothing beside."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return not any(hooks) and "forward" not in vars(module)
 
 
 def unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any]]:

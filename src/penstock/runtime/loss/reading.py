@@ -8,16 +8,37 @@ and are looked at when the step ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import partial
+from itertools import takewhile
+from math import nan, prod
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-NEGATIVE_LOG_LIKELIHOOD = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+from penstock.runtime.loss.nodes import (
+    MOST,
+    NEGATIVE_LOG_LIKELIHOOD,
+    SUM,
+    Look,
+    Number,
+    entries_of_loss,
+    entries_of_mean,
+    is_along_rows,
+    is_many,
+    is_one,
+    makes_number,
+    mean_of_columns,
+    reaches,
+    scaled_by,
+    shape_below,
+    slope_of,
+    takes_row,
+)
+
 MEANS = frozenset({"MeanBackward0", "MeanBackward1"})
 SUMS = frozenset({"SumBackward0", "SumBackward1", "NansumBackward0"})
 ADDED = frozenset({"AddBackward0", "SubBackward0", "SubBackward1", "NegBackward0"})
@@ -32,12 +53,8 @@ SAME = frozenset({
 SCALED = frozenset({"MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1"})
 LEADING = SAME | ADDED | {JOINED} | SCALED | MEANS | SUMS  # what may scale a term, or stand above several
 PARAMETER = "torch::autograd::AccumulateGrad"
-MEAN, SUM = 1, 2  # torch's numbers for these reductions
-MOST = 64  # nodes of a graph that are looked at, and forms of a loss that are kept
 
-Number = Tensor | float
 Factors = tuple[tuple[int, int], ...]  # which numbers of a form something is multiplied with (1) or divided by (-1)
-Look = Callable[[Any], Number]  # how a number is taken from a node
 
 
 class Term(NamedTuple):
@@ -48,9 +65,13 @@ class Term(NamedTuple):
     of_rows: bool = True  # it sums what is of rows of the batch, and not of parameters alone
     is_weighted: bool = False  # by constants, each entry by its own, which may hold what it is divided by
     is_read: bool = True  # as a sum; of anything else only the factors are known, and not whether it is a mean
+    is_of_row: bool = False  # of a single row, as a loop over rows makes them
+    is_known: bool = True  # the factors are all there are
 
     def value(self, numbers: Sequence[float]) -> float:
         """Compute the factor of each entry that is summed."""
+        if not self.is_known:
+            return nan
         over = prod(numbers[by] for by, power in self.factors if power < 0)
         return prod(numbers[by] for by, power in self.factors if power > 0) / over if over else float("nan")
 
@@ -63,11 +84,25 @@ class Form:
     looks: tuple[tuple[int, Look], ...]  # where the numbers are: the place of a node, and how to take it from there
     weights: tuple[tuple[int, Look], ...]  # where tensors are that have a number for each entry
     is_complete: bool  # nothing of the loss is anything else
+    is_cut: bool = False  # not all nodes were looked at
+
+    def terms_of(self, rows: float) -> tuple[Term, ...]:
+        """Return the terms, where those of single rows are one: what each row is divided by is its own affair.
+
+        Its factors are what all rows are multiplied with; of a microbatch of one row nobody can tell which those are.
+        """
+        single = [term for term in self.terms if term.is_of_row]
+        if not single or not rows or (len(single) % rows and not self.is_cut):
+            return self.terms
+        all_factors = zip(*(term.factors for term in single), strict=False)
+        shared = tuple(each[0] for each in takewhile(lambda each: len(set(each)) == 1, all_factors))
+        together = single[0]._replace(factors=shared, is_known=len(single) > 1)
+        return (*(term for term in self.terms if not term.is_of_row), together)
 
     def numbers(self, nodes: list[Any]) -> list[Number] | None:
         """Return the numbers of a loss with these nodes; None where what is one number here has many there."""
         found = [look(nodes[place]) for place, look in self.looks]
-        many = any(map(_is_many, found)) or not all(_is_many(look(nodes[place])) for place, look in self.weights)
+        many = any(map(is_many, found)) or not all(is_many(look(nodes[place])) for place, look in self.weights)
         return None if many else found
 
 
@@ -82,10 +117,16 @@ Names = tuple[str, ...]
 Forms = dict[Names, Form]  # of one loss function, by the names of the nodes in the order of the walk
 
 
-def read_loss(loss: Tensor, output: Any, forms: Forms) -> tuple[Reading, list[Any]] | None:
+def read_loss(loss: Tensor, output: Any, forms: Forms, rows: float = nan) -> tuple[Reading, list[Any]] | None:
     """Read a loss from its root down to where terms are summed, with the nodes of its graph; None without a graph.
 
     Without the output that it is of, only a likelihood, or a term that is the only one, is known to be of rows.
+
+    Args:
+        loss: A scalar.
+        output: What it is computed from.
+        forms: The forms of losses before.
+        rows: How many rows the output has.
     """
     if loss.grad_fn is None:
         return None
@@ -94,7 +135,7 @@ def read_loss(loss: Tensor, output: Any, forms: Forms) -> tuple[Reading, list[An
     form = forms.get(names)
     numbers = None if form is None else form.numbers(nodes)
     if form is None or numbers is None:
-        analysis = _Analysis(nodes, ends)
+        analysis = _Analysis(nodes, ends, rows)
         form, numbers = analysis.form(nodes[0]), analysis.numbers
         if names in forms or len(forms) < MOST:
             forms[names] = form
@@ -119,8 +160,11 @@ def _walk(root: Any, ends: set[Any], deep: bool = False) -> tuple[Names, list[An
     names: list[str] = []
     for node in nodes:
         name = "" if node in ends else type(node).__name__
-        names.append(f"{name} {getattr(node, '_saved_reduction', '')}" if "Loss" in name or "Entropy" in name else name)
-        if name in LEADING or (deep and name and node is not None):
+        is_loss = "Loss" in name or "Entropy" in name
+        is_bent = not is_loss and name not in LEADING and name != "" and makes_number(node)
+        kind = getattr(node, "_saved_reduction", "") if is_loss else "of a number" if is_bent else None
+        names.append(name if kind is None else f"{name} {kind}")
+        if is_bent or name in LEADING or (deep and name and node is not None):
             nodes += [each for each, _ in node.next_functions]
         if len(names) == MOST:
             break
@@ -139,14 +183,16 @@ class _At(NamedTuple):
     factors: Factors = ()
     is_summed: bool = False  # all of its entries are added up
     is_weighted: bool = False
+    columns: tuple[tuple[Any, Look, int], ...] = ()  # what columns are scaled by, if what follows is a sum over rows
 
 
 class _Analysis:
     """The analysis of a graph: what is summed in a loss, and where the numbers are that scale it."""
 
-    def __init__(self, nodes: list[Any], ends: set[Any]) -> None:
+    def __init__(self, nodes: list[Any], ends: set[Any], rows: float) -> None:
         self.places = {id(node): place for place, node in reversed([*enumerate(nodes)]) if node is not None}
-        self.ends = ends
+        self.ends, self.rows = ends, rows
+        self.slopes: set[int] = set()  # which of the numbers are slopes
         self.looks: list[tuple[int, Look]] = []
         self.weights: list[tuple[int, Look]] = []
         self.numbers: list[Number] = []
@@ -161,12 +207,12 @@ class _Analysis:
             todo += below or []
             if below is None:
                 found.append((at.node, self._term(at)))
-        is_complete = all(term.is_read and not term.is_weighted for _, term in found)
+        is_complete = not self.slopes and all(term.is_read and not term.is_weighted for _, term in found)
         if len(found) > 1:
-            found = [(n, t._replace(of_rows=t.likelihood is not None or _reaches(n, self.ends))) for n, t in found]
+            found = [(n, t._replace(of_rows=t.likelihood is not None or reaches(n, self.ends))) for n, t in found]
         # Of what is not read, factors are of use where it is of the output; else they may be any.
-        terms = tuple(t for n, t in found if t.is_read or (t.of_rows and self.ends and _reaches(n, self.ends)))
-        return Form(terms, tuple(self.looks), tuple(self.weights), is_complete)
+        terms = tuple(t for n, t in found if t.is_read or (t.of_rows and self.ends and reaches(n, self.ends)))
+        return Form(terms, tuple(self.looks), tuple(self.weights), is_complete, len(self.places) >= MOST)
 
     def _below(self, at: _At) -> list[_At] | None:
         """Return where to go on from a place; None where a term ends."""
@@ -175,27 +221,43 @@ class _Analysis:
         if node in self.ends or id(node) not in self.places or (at.is_summed and not self.ends):
             return None
         name, below = node.name(), [each for each, _ in node.next_functions]
-        scaled = _scaled(name, below)
+        if not at.is_summed and name not in LEADING and entries_of_loss(node, name) is None and makes_number(node):
+            return self._bent(at, below)
+        scaled = scaled_by(name, below)
         if name in SUMS or name in MEANS:
             # A mean of each row, in a sum over rows, is the row's own affair.
-            counts = name in MEANS and (not at.is_summed or _is_along_rows(node, name))
-            mean = (self._factor(node, _entries_of_mean, -1),) if counts else ()
-            return [at._replace(node=below[0], factors=(*at.factors, *mean), is_summed=True)]
+            is_of_rows = is_along_rows(node)
+            counts = name in MEANS and (not at.is_summed or is_of_rows)
+            mean = (self._factor(node, entries_of_mean, -1),) if counts else ()
+            sizes = node._saved_self_sym_sizes if at.columns and is_of_rows else ()
+            columns = at.columns if sizes[:1] == (self.rows,) else ()  # Each counts alike in all microbatches.
+            factors = (*at.factors, *(self._factor(*each) for each in columns), *mean)
+            return [at._replace(node=below[0], factors=factors, is_summed=True, columns=())]
         is_joined = name == JOINED and at.is_summed and len(node._input_metadata[0].shape) == 1 and len(below) <= FEW
-        if name in SAME or is_joined or (name in ADDED and (not at.is_summed or _is_one(node))):
-            return [at._replace(node=each) for each in below if each is not None]
+        if name in SAME or is_joined or (name in ADDED and (not at.is_summed or is_one(node))):
+            return [at._replace(node=each, columns=()) for each in below if each is not None]
         if len(scaled) > 1:  # A parameter counts by what it is multiplied with, whatever that is.
-            scaled = [
-                by for by in scaled if by[0].name() != PARAMETER and (not self.ends or _reaches(by[0], self.ends))
-            ]
-        if at.is_summed and len(scaled) == 1 and _is_many(scaled[0][1](node)):
-            self.weights.append((self.places[id(node)], scaled[0][1]))
-            return [at._replace(node=scaled[0][0], is_weighted=True)]
+            scaled = [by for by in scaled if by[0].name() != PARAMETER and (not self.ends or reaches(by[0], self.ends))]
+        if at.is_summed and len(scaled) == 1 and is_many(scaled[0][1](node)):
+            (following, by, power) = scaled[0]
+            self.weights.append((self.places[id(node)], by))
+            columns = (*at.columns, (node, partial(mean_of_columns, by), power))
+            return [at._replace(node=following, is_weighted=True, columns=columns)]
         if len(scaled) == 1 or (scaled and not at.is_summed):
             return [
                 at._replace(node=e, factors=(*at.factors, self._factor(node, by, power))) for e, by, power in scaled
             ]
         return None
+
+    def _bent(self, at: _At, below: list[Any]) -> list[_At]:
+        """Return where to go on from a function of numbers: how much each counts there is its slope."""
+        ways: list[_At] = []
+        for place, each in enumerate(below):
+            if each is not None and (not self.ends or reaches(each, self.ends)):
+                slope = self._factor(at.node, partial(slope_of, place), 1)
+                self.slopes.add(slope[0])
+                ways.append(at._replace(node=each, factors=(*at.factors, slope)))
+        return ways
 
     def _factor(self, node: Any, look: Look, power: int) -> tuple[int, int]:
         self.looks.append((self.places[id(node)], look))
@@ -206,98 +268,17 @@ class _Analysis:
         node, factors, is_read, is_weighted, likelihood = at.node, at.factors, at.is_summed, at.is_weighted, None
         if id(node) in self.places and node not in self.ends:
             name = node.name()
-            entries = _entries(node, name)
-            is_product = name in PRODUCTS and _is_one(node)
+            entries = entries_of_loss(node, name)
+            is_product = name in PRODUCTS and is_one(node)
             is_read, is_weighted = is_read or is_product or name == PARAMETER, is_weighted or is_product
             if entries is not None:
                 factors, is_read = (*factors, self._factor(node, entries, -1)), True
                 likelihood = self.places[id(node)] if name in NEGATIVE_LOG_LIKELIHOOD else None
+        if not is_read:  # It may be bent the other way, as a norm that is squared.
+            factors = tuple(by for by in factors if by[0] not in self.slopes)
         is_weighted &= not any(isinstance(self.numbers[by], Tensor) for by, _ in factors)
-        return Term(factors, likelihood, is_weighted=is_weighted, is_read=is_read)
-
-
-def _is_along_rows(node: Any, name: str) -> bool:
-    """Return whether a mean is taken along the first dimension, which has the rows of a batch; of all it always is."""
-    if name == "MeanBackward0":
-        return True
-    signed = (dim - 2**64 if dim >= 2**63 else dim for dim in node._saved_dim)  # which torch shows without its sign
-    return any(dim % len(node._saved_self_sym_sizes) == 0 for dim in signed)
-
-
-def _is_one(node: Any) -> bool:
-    shape: list[int] = node._input_metadata[0].shape
-    return prod(shape) == 1
-
-
-def _scaled(name: str, below: list[Any]) -> list[tuple[Any, Look, int]]:
-    """Return what a product or quotient is made of: each node below, and what it is multiplied with or divided by."""
-    if name.startswith("MulBackward"):
-        return [(each, by, 1) for each, by in zip(below, (_other, _itself), strict=False) if each is not None]
-    if name.startswith("DivBackward") and below[0] is not None and not any(below[1:]):
-        return [(below[0], _other, -1)]
-    return []
-
-
-def _reaches(node: Any, ends: set[Any]) -> bool:
-    """Return whether it is one of these nodes, or one is below; of a large graph, whether there are any."""
-    if node in ends:
-        return True
-    todo, seen = [node], 0
-    while todo and ends and seen < MOST:
-        for each, _ in todo.pop().next_functions:
-            if each in ends:
-                return True
-            todo += [] if each is None else [each]
-        seen += 1
-    return bool(todo and ends)
-
-
-# -- how numbers are taken from nodes
-
-
-def _entries(node: Any, name: str) -> Look | None:
-    """Return how to see over how many entries one of torch's losses takes the mean; None of any other node."""
-    if getattr(node, "_saved_reduction", None) not in (MEAN, SUM):
-        return None
-    return _weight_of_all if name in NEGATIVE_LOG_LIKELIHOOD else _entries_of_all
-
-
-def _entries_of_mean(node: Any) -> Number:
-    """Return over how many entries a mean is taken, along some dimensions or all."""
-    return float(node._saved_self_sym_numel / (prod(node._input_metadata[0].shape) or 1))
-
-
-def _weight_of_all(node: Any) -> Number:
-    return node._saved_total_weight.detach() if node._saved_reduction == MEAN else 1.0
-
-
-def _entries_of_all(node: Any) -> Number:
-    """Return over how many entries another of torch's own losses takes the mean."""
-    return float(prod(_shape_below(node))) if node._saved_reduction == MEAN else 1.0
-
-
-def _shape_below(node: Any) -> list[int]:
-    edge, place = next(each for each in node.next_functions if each[0] is not None)
-    shape: list[int] = edge._input_metadata[place].shape
-    return shape
-
-
-def _other(node: Any) -> Number:
-    return _plain(node._saved_other)
-
-
-def _itself(node: Any) -> Number:
-    return _plain(node._saved_self)
-
-
-def _is_many(by: Number) -> bool:
-    return isinstance(by, Tensor) and by.dim() > 0  # with one entry too, which may be that of the only row
-
-
-def _plain(saved: Any) -> Number:
-    if isinstance(saved, Tensor):
-        return saved.detach() if saved.requires_grad else saved
-    return float(saved)
+        is_of_row = likelihood is None and bool(self.ends) and takes_row(node, self.ends)
+        return Term(factors, likelihood, is_weighted=is_weighted, is_read=is_read, is_of_row=is_of_row)
 
 
 def sums_rows(reading: Reading, nodes: list[Any], rows: int) -> bool:
@@ -317,4 +298,4 @@ def _sizes_summed(node: Any) -> tuple[int, ...]:
         if len(following) != 1:
             break
         below = following[0]
-    return () if below.name() == PARAMETER else tuple(_shape_below(node))
+    return () if below.name() == PARAMETER else tuple(shape_below(node))

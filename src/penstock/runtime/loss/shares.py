@@ -30,7 +30,7 @@ from penstock.runtime.loss.evenness import REMEDY, TermCounts, term_counts
 from penstock.runtime.loss.evenness import Counted as Counts
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.losses import is_elementwise, torch_reduction
-from penstock.runtime.loss.reading import SUM as SUMMED
+from penstock.runtime.loss.nodes import SUM as SUMMED
 from penstock.runtime.loss.reading import Form, Forms, Reading, read_loss, sums_rows
 from penstock.runtime.loss.weights import Counted, Entries, Measure, cross_entropy, find_entries
 
@@ -281,7 +281,8 @@ class BatchShares(Shares):
         if not self._reads and self.measure is not None:
             return None
         weighing = self._weighing
-        found = read_loss(loss, None if weighing.loss_fn is None else output, weighing.forms)
+        rows = self._batch.row_counts()[number]
+        found = read_loss(loss, None if weighing.loss_fn is None else output, weighing.forms, rows)
         if self.measure is None:
             self._learn(number, *(found or (None, [])))
         if found is None:
@@ -379,14 +380,14 @@ class BatchShares(Shares):
         self, read: Mapping[int, Reading], values: Mapping[int, list[float]], shares: list[float]
     ) -> Iterator[TermCounts]:
         """Yield the terms of all losses, where they have the same, or one each."""
-        forms = [each.form.terms for each in read.values()]
-        if len(set(forms)) != 1 and set(map(len, forms)) != {1}:
-            return
         rows, weights, numbers = self._batch.row_counts(), self.weights or [1.0] * len(shares), read[min(read)].numbers
-        for index, terms in enumerate(zip(*forms, strict=True)):
+        forms = {n: each.form.terms_of(rows[n]) for n, each in read.items()}
+        if len(set(forms.values())) != 1 and set(map(len, forms.values())) != {1}:
+            return
+        for index, terms in enumerate(zip(*forms.values(), strict=True)):
             counted = {
-                n: Counts(each.form.terms[index].value(values[n]), shares[n], weights[n], rows[n], self._entries[n])
-                for n, each in read.items()
+                n: Counts(each[index].value(values[n]), shares[n], weights[n], rows[n], self._entries[n])
+                for n, each in forms.items()
             }
             yield term_counts(terms, counted, numbers, self.measure, self.measure is ROWS)
 

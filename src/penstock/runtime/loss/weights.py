@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch
-from penstock.runtime.loss.losses import torch_reduction, unwrapped
+from penstock.runtime.loss.losses import is_plain, torch_reduction, unwrapped
 
 Label = tuple[str, str | int, int]  # where in a microbatch: the field, the name or position there, the leaf
 SHIFTS = ("", "padded", "dropped")
@@ -232,8 +232,7 @@ def cross_entropy(loss_fn: Any) -> CrossEntropy | None:
     """What torch's own cross-entropy is a mean over, as a module or a function; None of any other loss."""
     function, options = unwrapped(loss_fn)
     if isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
-        plain = type(function).forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
-        if not plain or function._forward_hooks or function._forward_pre_hooks:
+        if type(function).forward not in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward) or not is_plain(function):
             return None
         return CrossEntropy(lambda: {name: getattr(function, name) for name in ("weight", "ignore_index", "reduction")})
     if function in (F.cross_entropy, F.nll_loss) and torch_reduction(loss_fn, {}) is not None:

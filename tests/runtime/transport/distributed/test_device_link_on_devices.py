@@ -11,8 +11,6 @@ import pytest
 from accelerator.harness import attempt, on_ranks
 from tiers import mostly_slow
 
-from penstock.runtime.transport.failure.silence import LONGEST_SECONDS
-
 FILES = ("device_link.py", "incoming.py", "outgoing.py", "links.py", "transfers.py", "layout.py", "tensor_places.py")
 
 
@@ -269,6 +267,40 @@ def test_hosts_run_ahead_of_their_devices_for_a_whole_step() -> None:
     assert [each.races for each in outcomes] == [[], []]
 
 
+def computes_while_a_send_waits() -> Any:
+    """Rank 1's host is held up in C, so that nothing receives; rank 0 sends to it and computes on."""
+    import ctypes
+    import time
+
+    import torch
+    from accelerator import pretend
+
+    transport = opened()
+    transport.exchange("connected")
+    if transport.rank == 1:
+        ctypes.PyDLL(None).usleep(2_000_000)  # which keeps the interpreter from all threads
+        value = transport.receive(0, 0).tolist()
+        transport.flush()
+        transport.close()
+        return value
+    transport.send(0, 0, torch.ones(3, device=transport.device))
+    torch.ones(3, device=transport.device).add_(1)
+    computed, begun = torch.Event(device=transport.device), time.monotonic()
+    computed.record()
+    while not computed.query() and time.monotonic() < begun + 1.0:
+        time.sleep(0.01)
+    found = computed.query(), "send of" in pretend.waits()
+    transport.flush()
+    transport.close()
+    return found
+
+
+def test_what_a_rank_computes_does_not_wait_for_what_it_has_sent() -> None:
+    """The stream that computes waited for each send as that was finished."""
+    outcomes = on_ranks(2, computes_while_a_send_waits)
+    assert [each.value for each in outcomes] == [(True, True), [1.0] * 3]
+
+
 def closes_before_its_device_has_sent() -> Any:
     import torch
     from accelerator import pretend
@@ -335,27 +367,29 @@ def test_a_rank_that_waits_in_a_kernel_for_one_that_is_lost_is_released(how: str
     assert "rank 0 failed" in text
 
 
-def limits_of_communicators() -> list[float]:
-    """The time-outs of a transport's communicators, in seconds; the user's group has one of 30."""
-    from penstock.runtime.transport.distributed import links
+def receives_late() -> Any:
+    """Rank 1 waits in a kernel for longer than the user's group allows an operation."""
+    import torch
+    from accelerator import pretend
 
-    found, make_backend = [], links.make_backend
+    transport, value = opened(), None
+    if transport.rank == 0:
+        pretend.sleep(PATIENCE + 3)
+        transport.send(0, 0, torch.ones(3, device=transport.device))
+    else:
+        value = transport.receive(0, 0).tolist()
+    transport.flush()
+    transport.close()
+    return value
 
-    def noted(*args: Any, timeout: Any, **options: Any) -> Any:
-        found.append((args[0], timeout.total_seconds()))
-        return make_backend(*args, timeout=timeout, **options)
 
-    links.make_backend = noted
-    opened().close()
-    return found
+PATIENCE = 5.0  # seconds
 
 
-def test_the_watchdog_does_not_end_a_process_whose_peer_compiles() -> None:
+def test_the_watchdog_does_not_end_a_process_whose_peer_takes_its_time() -> None:
     """It ends processes whose operations take longer than the group's time-out, as NCCL's does."""
-    for outcome in on_ranks(2, limits_of_communicators):
-        limits = dict(outcome.value)
-        assert limits["pretendccl"] > LONGEST_SECONDS
-        assert limits["gloo"] == 20.0  # to connect; waits have their own
+    outcomes = on_ranks(2, receives_late, timeout=PATIENCE)
+    assert [each.value for each in outcomes] == [None, [1.0] * 3]
 
 
 def fails_once(how: str, who: int) -> Any:

@@ -185,6 +185,21 @@ def test_the_state_of_a_loss_is_that_of_its_own_calls() -> None:
     close(found[0][0], found[1][0])
 
 
+class Keeping(nn.Module):
+    """Keeps its terms, as one does to log them; one compares rows with each other."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.terms = {"error": (output - target).square().mean(), "drift": (output - target).mean(0).square().sum()}
+        return self.terms["error"] + self.terms["drift"]
+
+
+def test_a_loss_that_keeps_its_terms_is_asked_all_the_same() -> None:
+    """They have a graph, so that it could not be copied, and was not asked."""
+    x, y, _ = batch(9)
+    with pipeline(Keeping()) as pipe:
+        assert "taken together" in refused(pipe, x, target=y)
+
+
 @pytest.mark.parametrize("source", ["torch", "python"])
 def test_a_loss_that_draws_cannot_be_asked_and_draws_the_same_numbers(source: str) -> None:
     def noisy(output: Tensor, target: Tensor) -> Tensor:

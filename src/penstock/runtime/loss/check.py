@@ -313,4 +313,7 @@ def _twin(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     module = module_of(loss_fn)
     if not isinstance(module, nn.Module):
         return loss_fn
-    return copy.deepcopy(loss_fn, {id(parameter): parameter for parameter in module.parameters()})
+    # What it keeps of its last call, such as a term to be logged, has a graph, which torch does not copy.
+    kept = [each for each in pytree.tree_leaves(list(map(vars, module.modules()))) if isinstance(each, Tensor)]
+    known = {id(tensor): tensor.detach().clone() for tensor in kept if tensor.grad_fn is not None}
+    return copy.deepcopy(loss_fn, known | {id(parameter): parameter for parameter in module.parameters()})

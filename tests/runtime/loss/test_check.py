@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -198,6 +199,20 @@ def test_a_loss_that_keeps_its_terms_is_asked_all_the_same() -> None:
     x, y, _ = batch(9)
     with pipeline(Keeping()) as pipe:
         assert "taken together" in refused(pipe, x, target=y)
+
+
+class Logging(nn.MSELoss):
+    """Holds what nobody can copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_a_loss_that_cannot_be_copied_warns_that_it_is_not_asked() -> None:
+    x, y, _ = batch(9)
+    with pipeline(Logging()) as pipe, pytest.warns(UserWarning, match=r"could not be checked: it cannot be copied \("):
+        pipe.step(x, target=y)
 
 
 @pytest.mark.parametrize("source", ["torch", "python"])

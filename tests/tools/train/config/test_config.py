@@ -166,6 +166,7 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (["data.batch=7"], "7 rows cannot fill 8 microbatches"),
+        (["data.batch=1000000000"], "128,000,000,000 tokens .* fills the memory; give 268,435,456 at"),
         (["data.batch=9", "training.accumulate=2"], "cannot divide evenly; 8 or 10 would do"),
         (["mesh.replicas=8"], "= 4 rows cannot fill 8 microbatches.*; 64 rows would"),
         (["mesh.replicas=2", "pipeline.workers=threads"], "mesh.replicas are processes"),

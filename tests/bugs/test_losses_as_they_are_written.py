@@ -80,7 +80,7 @@ RIGHT: dict[str, Loss] = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-@pytest.mark.parametrize("rows", [8, 11])
+@pytest.mark.parametrize("rows", [4, 8, 11])
 def test_a_right_loss_is_not_refused_where_microbatches_are_ragged(name: str, rows: int) -> None:
     trained(RIGHT[name], rows)
 

@@ -216,7 +216,7 @@ class _PipelineContext:
         if action.stage_index != self._context.schedule.placement.stages - 1:
             return None
         known, number = self._context.losses, action.microbatch_index
-        if number is None or number not in known:
+        if number not in known:
             raise RunError(
                 f"Loss for microbatch {number} is not available. Available losses for microbatches: {sorted(known)}"
             )

@@ -10,8 +10,6 @@ from enum import StrEnum
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from penstock.compat.pipelining.errors import InvalidAction, InvalidOrder
 from penstock.errors import NotationError, PeerFailure, RunError, ScheduleError, UsageError
 from penstock.runtime.engine.handlers import Context
@@ -211,16 +209,15 @@ class _PipelineContext:
     def compute(self, action: _Action) -> None:
         self._context.compute(Action.parse(str(action)))
 
-    def loss(self, action: _Action) -> Tensor | None:
-        """Return the loss that the forward of the action's microbatch has computed; None on all but the last stage."""
-        if action.stage_index != self._context.schedule.placement.stages - 1:
-            return None
-        known, number = self._context.losses, action.microbatch_index
-        if number not in known:
+    def loss(self, microbatch_index: int) -> Any:
+        """Return the loss that the forward of this microbatch has computed."""
+        known = self._context.losses
+        if microbatch_index not in known:
             raise RunError(
-                f"Loss for microbatch {number} is not available. Available losses for microbatches: {sorted(known)}"
+                f"Loss for microbatch {microbatch_index} is not available. Available losses for microbatches: "
+                f"{sorted(known)}"
             )
-        return known[number]
+        return known[microbatch_index]
 
     @property
     def _context(self) -> Context:

@@ -127,6 +127,7 @@ def test_toml_is_bounded(text: str, words: str, tmp_path: Path) -> None:
         ({"a": 10**400}, {"a": 0.5}, "a is '1000000"),
         ({"a": {"b": [1, []]}}, {"a": {"b": [0]}}, r"a\.b\[1\] is 'list'"),
         ({"a": {}}, {"a": []}, "a is 'dict'"),
+        ({"a": [0.9]}, {"a": (0.9, 0.99)}, "a has 1 values, where 2 are due"),
         ([], {}, "it is 'list'"),
     ],
 )

@@ -107,3 +107,16 @@ def test_values_of_another_kind_are_refused_before_training_goes_on(
     with pytest.raises((CheckpointError, FileError), match=words):
         penstock.load(forged, run.pipe, run.optimizer, **run.parts())
     run.steps(1)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, True), (True, None), (False, True)])
+def test_an_optimizer_may_be_implemented_otherwise_than_when_it_was_saved(
+    run: Run, saved: Path, before: bool | None, after: bool | None
+) -> None:
+    for group in run.optimizer.param_groups:
+        group["foreach"] = before
+    penstock.save(saved.with_name("other"), run.pipe, run.optimizer)
+    for group in run.optimizer.param_groups:
+        group["foreach"] = after
+    penstock.load(saved.with_name("other"), run.pipe, run.optimizer)
+    assert [group["foreach"] for group in run.optimizer.param_groups] == [before, before]

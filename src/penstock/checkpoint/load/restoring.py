@@ -7,6 +7,7 @@ all of it at once, and the model is left as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -176,7 +177,10 @@ class OptimizerFit:
             if each is not found[0] and not same(each[1], found[0][1])
         ]
         saved, options = found[0]
-        check_like(_plain(options), _plain(group), self._contents.path, "options")
+        numbers = {key: value for key, value in options.items() if not isinstance(value, Tensor)}
+        # Switches, such as which implementation, may be None as well as True or False.
+        due_options = {key: value for key, value in group.items() if not isinstance(value, (Tensor, bool, NoneType))}
+        check_like(numbers, due_options, self._contents.path, "options")
         self._settings.append((group, saved["options"]))
         due = state_of(optimizer, group, members[0][1]) if members else {}
         for name, parameter in members:
@@ -209,11 +213,6 @@ class OptimizerFit:
             return tensor(key) if key in self.targets else tensor(key).to(parameter.device)
 
         return decode(entry, beside)
-
-
-def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options without those that may be numbers in a tensor."""
-    return {name: value for name, value in options.items() if not isinstance(value, Tensor)}
 
 
 def _room_for(key: str, saved: Mapping[str, Any], parameter: Tensor, options: Mapping[str, Any]) -> Tensor:

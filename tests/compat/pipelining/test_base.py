@@ -19,12 +19,12 @@ def test_microbatches_may_come_split() -> None:
     schedule = ours.ScheduleInterleaved1F1B(made, 2, loss_fn=nn.functional.mse_loss)
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     parts = [(part,) for part in x.split([1, 3])]
-    output = schedule.step(arg_mbs=parts, target_mbs=list(y.split([1, 3])))
+    output = schedule._step_microbatches(parts, None, list(y.split([1, 3])))
     torch.testing.assert_close(output, nn.Sequential(*(stage.submod for stage in made))(x).detach())
     with pytest.raises(ValueError, match="Expecting 2 arg_mbs but got 1"):
-        schedule.step(arg_mbs=parts[:1], target_mbs=[y])
+        schedule._step_microbatches(parts[:1], None, [y])
     with pytest.raises(TypeError, match="kwarg_mbs must be a list but got a dict"):
-        schedule.step(arg_mbs=parts, kwarg_mbs={}, target_mbs=[y])
+        schedule._step_microbatches(parts, {}, [y])
 
 
 class Scaled(nn.Module):
@@ -43,7 +43,7 @@ def test_each_microbatch_has_its_own_keywords_and_its_own_number_of_arguments() 
     parts: list[tuple[Any, ...]] = [(piece,) for piece in x.split(2)]
     parts[1] = (*parts[1], shift)
     named = [{}, {"scale": 3.0}, {"shift": 2 * shift}]
-    output = schedule.step(arg_mbs=parts, kwarg_mbs=named, target_mbs=list(y.split(2)))
+    output = schedule._step_microbatches(parts, named, list(y.split(2)))
     wanted = [Scaled()(*args, **kwargs) for args, kwargs in zip(parts, named, strict=True)]
     torch.testing.assert_close(output, made[1].submod(torch.cat(wanted)).detach())
 
@@ -53,7 +53,7 @@ def test_a_microbatch_that_is_no_tuple_of_arguments_is_refused() -> None:
     schedule = ours.ScheduleInterleaved1F1B(stages(2), 2, loss_fn=nn.functional.mse_loss)
     parts: Any = list(torch.randn(4, 4).split(2))
     with pytest.raises(UsageError, match=r"arg_mbs\[0\] is a Tensor; pass a tuple of arguments"):
-        schedule.step(arg_mbs=parts, target_mbs=parts)
+        schedule._step_microbatches(parts, None, parts)
 
 
 def test_arguments_of_the_loss_go_whole_to_each_microbatch() -> None:
@@ -132,11 +132,3 @@ def test_steps_are_logged_at_debug_and_only_then(caplog: pytest.LogCaptureFixtur
     caplog.clear()
     schedule.step(BATCH[0], target=BATCH[1])
     assert not caplog.records
-
-
-def test_a_function_would_leave_out_a_dw_builder_so_both_are_refused() -> None:
-    made = [ours.PipelineStage(nn.Linear(4, 4), index, 2, "cpu", dw_builder=lambda: lambda: None) for index in range(2)]
-    schedule = ours.ScheduleInterleavedZeroBubble(made, 2, loss_fn=nn.functional.mse_loss)
-    schedule.register_custom_function("F", lambda action, ctx: ctx.run(action))
-    with pytest.raises(UsageError, match=r"stages \[0, 1\] have a dw_builder, which a custom function for B would"):
-        schedule.register_custom_function("B", lambda action, ctx: ctx.run(action))

@@ -68,6 +68,7 @@ class Term(NamedTuple):
     is_of_row: bool = False  # of a single row, as a loop over rows makes them
     above: int | None = None  # how many of the factors are of a sum of terms that it is a part of
     is_known: bool = True  # the factors are all there are
+    has_columns: bool = False  # some of the factors are those of columns
 
     def value(self, numbers: Sequence[float]) -> float:
         """Compute the factor of each entry that is summed."""
@@ -98,7 +99,8 @@ class Form:
         all_factors = zip(*(term.factors for term in single), strict=False)
         shared = tuple(each[0] for each in takewhile(lambda each: len(set(each)) == 1, all_factors))
         above = len(shared) if len(single) > 1 else single[0].above
-        together = single[0]._replace(factors=shared[:above], is_known=above is not None)
+        is_one_loop = len(single) == rows or self.is_cut  # Several may have nothing in common.
+        together = single[0]._replace(factors=shared[:above], is_known=bool(above) and is_one_loop)
         return (*(term for term in self.terms if not term.is_of_row), together)
 
     def numbers(self, nodes: list[Any]) -> list[Number] | None:
@@ -186,6 +188,7 @@ class _At(NamedTuple):
     is_summed: bool = False  # all of its entries are added up
     is_weighted: bool = False
     above: int | None = None  # how many of the factors are above the last sum of terms
+    has_columns: bool = False  # among the factors
     columns: tuple[tuple[Any, Look, int], ...] = ()  # what columns are scaled by, if what follows is a sum over rows
 
 
@@ -235,7 +238,8 @@ class _Analysis:
             sizes = node._saved_self_sym_sizes if at.columns and is_of_rows else ()
             columns = at.columns if sizes[:1] == (self.rows,) else ()  # Each counts alike in all microbatches.
             factors = (*at.factors, *(self._factor(*each) for each in columns), *mean)
-            return [at._replace(node=below[0], factors=factors, is_summed=True, columns=())]
+            at = at._replace(has_columns=at.has_columns or bool(columns), columns=())
+            return [at._replace(node=below[0], factors=factors, is_summed=True)]
         is_joined = name == JOINED and at.is_summed and len(node._input_metadata[0].shape) == 1 and len(below) <= FEW
         if name in SAME or is_joined or (name in ADDED and (not at.is_summed or is_one(node))):
             above = at.above if name in SAME else len(at.factors)
@@ -282,7 +286,8 @@ class _Analysis:
             factors = tuple(by for by in factors if by[0] not in self.slopes)
         is_weighted &= not any(isinstance(self.numbers[by], Tensor) for by, _ in factors)
         is_of_row = likelihood is None and bool(self.ends) and takes_row(node, self.ends)
-        return Term(factors, likelihood, is_weighted=is_weighted, is_read=is_read, is_of_row=is_of_row, above=at.above)
+        found = Term(factors, likelihood, is_weighted=is_weighted, is_read=is_read)
+        return found._replace(is_of_row=is_of_row, above=at.above, has_columns=at.has_columns)
 
 
 def sums_rows(reading: Reading, nodes: list[Any], rows: int) -> bool:

@@ -54,7 +54,7 @@ def uses(source: str) -> set[str]:
         elif isinstance(node, ast.Attribute):
             owner = getattr(node.value, "id", getattr(node.value, "attr", ""))
             is_loader = node.attr == "load" and owner in LOADERS
-            in_module = owner in MODULES and node.attr not in ("PicklingError", "UnpicklingError")
+            in_module = owner in MODULES and node.attr not in ("PickleError", "PicklingError", "UnpicklingError")
             if is_loader or in_module or node.attr in ANYWHERE:
                 found.add(f"{owner}.{node.attr}")
         elif isinstance(node, ast.ImportFrom):

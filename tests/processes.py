@@ -181,7 +181,8 @@ def share_server() -> None:
     forkserver.ensure_running()
     util.spawnv_passfds = new  # type: ignore[attr-defined]
     # A fork of this process cannot wait for the server, by which Python would see that it is running.
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    forkserver.ensure_running = lambda: None
+    forkserver._forkserver.ensure_running = forkserver.ensure_running  # type: ignore[attr-defined]
 
 
 def _listen(

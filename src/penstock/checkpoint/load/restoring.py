@@ -7,7 +7,6 @@ all of it at once, and the model is left as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -177,10 +176,9 @@ class OptimizerFit:
             if each is not found[0] and not same(each[1], found[0][1])
         ]
         saved, options = found[0]
-        numbers = {key: value for key, value in options.items() if not isinstance(value, Tensor)}
         # Switches, such as which implementation, may be None as well as True or False.
-        due_options = {key: value for key, value in group.items() if not isinstance(value, (Tensor, bool, NoneType))}
-        check_like(numbers, due_options, self._contents.path, "options")
+        stated = {key: value for key, value in options.items() if value is not None or type(group.get(key)) is not bool}
+        check_like(_without_tensors(stated), _without_tensors(group), self._contents.path, "options")
         self._settings.append((group, saved["options"]))
         due = state_of(optimizer, group, members[0][1]) if members else {}
         for name, parameter in members:
@@ -213,6 +211,10 @@ class OptimizerFit:
             return tensor(key) if key in self.targets else tensor(key).to(parameter.device)
 
         return decode(entry, beside)
+
+
+def _without_tensors(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if not isinstance(value, Tensor)}
 
 
 def _room_for(key: str, saved: Mapping[str, Any], parameter: Tensor, options: Mapping[str, Any]) -> Tensor:

@@ -49,7 +49,6 @@ class Worker:
         self.waiting: deque[int] = deque()  # of its file, not yet handed out
         self.given: deque[int] = deque()  # the test that it runs, and the one after that
         self.is_open = True
-        self.has_all = False  # It knows that there are no more.
 
 
 class Distribution:
@@ -108,20 +107,23 @@ class Distribution:
             return
         hook, config = self.session.config.hook, self.session.config
         if kind == "report":
-            report = hook.pytest_report_from_serializable(config=config, data=content)
-            hook.pytest_runtest_logreport(report=report)
-            if self.session.shouldfail:
-                raise self.session.Failed(self.session.shouldfail)
+            self._report(hook.pytest_report_from_serializable(config=config, data=content))
             return
         if kind == "finished":
             item = self.session.items[worker.given.popleft()]
             hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        number = None if worker.has_all else self._next(worker)
-        if number is None:
-            worker.has_all = True
+        if kind == "ahead":  # Another file is not begun ahead: somebody who is idle may take it.
+            number = worker.waiting.popleft() if worker.waiting else None
         else:
+            number = worker.given.popleft() if worker.given else self._next(worker)
+        if number is not None:
             worker.given.append(number)
         worker.pipe.send(number)
+
+    def _report(self, report: pytest.TestReport) -> None:
+        self.session.config.hook.pytest_runtest_logreport(report=report)
+        if self.session.shouldfail:
+            raise self.session.Failed(self.session.shouldfail)
 
     def _next(self, worker: Worker) -> int | None:
         if not worker.waiting and self.files:
@@ -143,8 +145,7 @@ class Distribution:
             return True
         item = self.session.items[worker.given.popleft()]
         text = f"the worker that ran this test ended in its midst, with {code}"
-        report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
-        self.session.config.hook.pytest_runtest_logreport(report=report)
+        self._report(pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call"))
         worker.given.extend(worker.waiting)
         if worker.given:
             self.files.appendleft(worker.given)
@@ -177,8 +178,9 @@ def serve(session: pytest.Session, pipe: Connection) -> None:
         number: int | None = pipe.recv()
         return number
 
-    number, following = ask("begun"), ask("begun")
+    number = ask("begun")
     while number is not None:
+        following = ask("ahead")
         after = None if following is None else session.items[following]
         config.hook.pytest_runtest_protocol(item=session.items[number], nextitem=after)
-        number, following = following, ask("finished")
+        number = ask("finished")

@@ -178,10 +178,17 @@ def share_server() -> None:
         importlib.import_module(name)
     forking()
     new, util.spawnv_passfds = util.spawnv_passfds, warm.forked  # type: ignore[attr-defined]
-    forkserver.ensure_running()
+    sys.stdout.flush()
+    shown = os.dup(1)  # Nothing captures here yet, and what ranks print is not for the report.
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        forkserver.ensure_running()
+    os.dup2(shown, 1)
+    os.close(shown)
     util.spawnv_passfds = new  # type: ignore[attr-defined]
     # A fork of this process cannot wait for the server, by which Python would see that it is running.
-    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]
+    forkserver.ensure_running = lambda: None
+    forkserver._forkserver.ensure_running = forkserver.ensure_running  # type: ignore[attr-defined]
 
 
 def _listen(

@@ -47,8 +47,8 @@ def share() -> None:
 
     folder()
     life()
+    warm.share_server()  # first, because its commands start servers of ranks of their own
     processes.share_server()
-    warm.share_server()
 
 
 def answer_all(address: str, kind: socket.SocketKind, until: int, answer: Callable[[socket.socket], None]) -> None:

@@ -51,7 +51,7 @@ def test_a_pipeline_loads_neither_dtensor_nor_fsdp_before_it_needs_them() -> Non
 
 def test_a_launcher_loads_no_pipeline_and_no_checkpoint() -> None:
     """It only waits for its ranks, whose server loads them."""
-    loaded = loaded_in_turn(*IN_TURN)[0]
+    loaded = loaded_in_turn(*IN_TURN[:1])[0]  # The slow tests load the others too.
     assert "penstock.tools.train.launch.launch" in loaded
     assert not {"penstock.pipeline", "penstock.checkpoint.checkpointer", "torch.distributed.tensor"} & loaded
 

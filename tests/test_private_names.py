@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-SOURCE = Path(__file__).resolve().parents[1] / "src" / "penstock"
+TESTS = Path(__file__).resolve().parent
+SOURCE = TESTS.parent / "src" / "penstock"
 # Private names of torch, Python and Lightning that files of ours happen to use as well.
 FOREIGN = {
     "_base",
@@ -67,3 +68,14 @@ class Part(Base):
 """
     assert used_from_elsewhere(text) == {"_check", "_text", "_left"}
     assert defined_in(text) == {"_done", "_LIMIT"}
+
+
+def test_no_test_imports_a_private_name() -> None:
+    """What a test needs of a module is a name of that module, or is seen by what the module does."""
+    texts = {path.relative_to(TESTS).as_posix(): path.read_text() for path in TESTS.rglob("*.py")}
+    names = {
+        file: {name for line in IMPORTED.findall(text) for name in re.findall(r"\b_[A-Za-z]\w*", line)}
+        for file, text in texts.items()
+        if not file.startswith("compat/") and file != Path(__file__).name
+    }
+    assert {file: found for file, found in names.items() if found} == {}

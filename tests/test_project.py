@@ -33,7 +33,7 @@ def test_every_family_is_cited() -> None:
 
 def test_the_workflow_runs_the_check_and_commits_run_the_linters() -> None:
     assert "run: .ci/run" in (ROOT / ".github/workflows/check.yml").read_text(encoding="utf-8")
-    assert "make test test-slow" in (ROOT / ".ci/run").read_text(encoding="utf-8")
+    assert "make test-fast test-slow" in (ROOT / ".ci/run").read_text(encoding="utf-8")
     hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
     lint = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nlint:")[2].partition("\n\n")[0]
     for command in re.findall(r"\$\(BIN\)/(\w+(?: check| format| tests/\w+\.py)?)", lint):

@@ -8,6 +8,8 @@ import os
 import pickle
 import re
 import resource
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from penstock.errors import FileError, PenstockError
 from penstock.reading import (
     DEEPEST,
     MOST_PARTS,
+    check_like,
     memory_limit,
     open_plain,
     parse_json,
@@ -112,6 +115,42 @@ def test_toml_is_bounded(text: str, words: str, tmp_path: Path) -> None:
         read_toml(tmp_path / "a.toml")
 
 
+@pytest.mark.parametrize(
+    ("found", "example", "words"),
+    [
+        ({"a": "x"}, {"a": 0}, "a is 'x', where such a value as 0 is due"),
+        ({"a": True}, {"a": 0}, "a is 'True'"),
+        ({"a": 1}, {"a": True}, "a is '1'"),
+        ({"a": None}, {"a": 0.5}, "a is 'NoneType'"),
+        ({"a": 2**63}, {"a": 0}, "a is '9223372036854775808'"),
+        ({"a": float("inf")}, {"a": 0}, "a is 'inf'"),
+        ({"a": 10**400}, {"a": 0.5}, "a is '1000000"),
+        ({"a": {"b": [1, []]}}, {"a": {"b": [0]}}, r"a\.b\[1\] is 'list'"),
+        ({"a": {}}, {"a": []}, "a is 'dict'"),
+        ({"a": [0.9]}, {"a": (0.9, 0.99)}, "a has 1 values, where 2 are due"),
+        ([], {}, "it is 'list'"),
+    ],
+)
+def test_what_is_not_like_its_example_is_named(found: Any, example: Any, words: str) -> None:
+    with pytest.raises(FileError, match=f"^here: {words}"):
+        check_like(found, example, "here")
+
+
+@pytest.mark.parametrize(
+    ("found", "example"),
+    [
+        ({"a": 1.5}, {"a": 3}),
+        ({"a": float("inf")}, {"a": 0.5}),
+        ({"more": [1]}, {"a": 3}),
+        ({"a": object()}, {"a": None}),
+        ({"a": [1, 2.5]}, {"a": (0.9, 0.99)}),
+        ({"a": ["x"]}, {"a": []}),
+    ],
+)
+def test_what_is_like_its_example_is_taken(found: Any, example: Any) -> None:
+    check_like(found, example, "here")
+
+
 def test_what_is_within_the_bounds_is_read() -> None:
     deep = "[" * DEEPEST + "]" * DEEPEST
     assert parse_json(deep, "here") == json.loads(deep)
@@ -125,9 +164,9 @@ def test_what_takes_too_much_memory_ends_and_leaves_no_limit_behind() -> None:
         pytest.raises(FileError, match="it: what it holds takes more than 16,777,216 bytes"),
         memory_limit("it", 2**24),
     ):
-        bytearray(2**25)
+        bytearray(2**30)
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
-    assert len(bytearray(2**25)) == 2**25
+    assert len(bytearray(2**30)) == 2**30
 
 
 def test_threads_share_the_limit_and_the_last_one_lifts_it() -> None:
@@ -150,10 +189,18 @@ def test_threads_share_the_limit_and_the_last_one_lifts_it() -> None:
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
-def test_json_that_takes_far_more_memory_than_its_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.reading.MOST_MEMORY", 2**24)
-    with pytest.raises(FileError, match="here: what it holds takes more than 16,777,216 bytes of memory"):
-        parse_json("[" + "[0]," * 500_000 + "0]", "here")
+def test_json_that_takes_far_more_memory_than_its_text_is_refused() -> None:
+    """In a process of its own, which has no memory left over from other tests."""
+    program = """
+from penstock import reading
+reading.MOST_MEMORY = 2**24
+try:
+    reading.parse_json("[" + "[0]," * 500_000 + "0]", "here")
+except reading.FileError as error:
+    print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout == "here: what it holds takes more than 16,777,216 bytes of memory\n"
 
 
 def test_an_error_about_a_file_is_one_about_usage_and_one_of_the_system() -> None:

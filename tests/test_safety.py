@@ -31,6 +31,7 @@ ALLOWED = {
     ): "with weights_only=True: the optimizer's state, in the file that transformers' Trainer keeps it in",
     ("model/export/capture.py", "eval"): "guards that torch.export wrote in this process, of the user's own model",
 }
+ERRORS = {"PickleError", "PicklingError", "UnpicklingError"}
 CALLS = {"eval", "exec", "compile", "__import__"}
 MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "runpy"}
 LOADERS = {"torch", "serialization", "jit", "export", "hub", "np", "numpy", "yaml", "dcp"}  # whose load() may unpickle
@@ -54,13 +55,17 @@ def uses(source: str) -> set[str]:
         elif isinstance(node, ast.Attribute):
             owner = getattr(node.value, "id", getattr(node.value, "attr", ""))
             is_loader = node.attr == "load" and owner in LOADERS
-            in_module = owner in MODULES and node.attr not in ("PicklingError", "UnpicklingError")
+            in_module = owner in MODULES and node.attr not in ERRORS
             if is_loader or in_module or node.attr in ANYWHERE:
                 found.add(f"{owner}.{node.attr}")
         elif isinstance(node, ast.ImportFrom):
             module = (node.module or "").rpartition(".")[2]
             for name in (alias.name for alias in node.names):
-                if module in MODULES or name in ANYWHERE or (name == "load" and module in LOADERS):
+                if (
+                    (module in MODULES and name not in ERRORS)
+                    or name in ANYWHERE
+                    or (name == "load" and module in LOADERS)
+                ):
                     found.add(f"{module}.{name}")
     return found
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from rooms import CORE, TOOLS
+from warm import warm_commands
 
 TESTS = Path(__file__).resolve().parent
 SOURCE = TESTS.parent / "src" / "penstock"
@@ -27,6 +28,21 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path = copy / room
         shutil.rmtree(path) if path.is_dir() else path.with_suffix(".py").unlink()
     return folder
+
+
+FRESH = """
+import sys
+for name in [each for each in sys.modules if each.partition(".")[0] == "penstock"]:
+    del sys.modules[name]
+sys.path.insert(0, ".")
+"""
+
+
+def run_fork(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Python that has torch loaded, as a fork of a process has that has, and loads the `penstock` of a folder."""
+    (folder / "program.py").write_text(FRESH + code)
+    command = [str(warm_commands() / "python"), "-W", "error", "program.py"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder)
 
 
 def run_with(core: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -69,7 +85,7 @@ def test_every_module_of_the_core_is_imported_and_a_pipeline_trains_two_steps(co
     rooms = {name.split(".")[1] for name in names if "." in name}
     assert rooms == {room.partition(".")[0] for room in CORE}
     here = f"import penstock; assert penstock.__path__ == [{str(core / 'penstock')!r}]"
-    ended = run_with(core, "-W", "error", "-c", "\n".join([here, *(f"import {name}" for name in names), STEPS]))
+    ended = run_fork(core, "\n".join([here, *(f"import {name}" for name in names), STEPS]))
     assert ended.returncode == 0, ended.stderr
 
 
@@ -105,10 +121,10 @@ def test_what_a_tool_makes_is_refused_with_the_name_of_the_tool(core: Path) -> N
         assert error.endswith("install the whole package: pip install penstock")
 
 
-def test_a_library_that_a_tool_misses_is_reported_as_it_is(core: Path) -> None:
+def test_a_library_that_a_tool_misses_is_reported_as_it_is(tmp_path: Path) -> None:
     """Of a tool that is there, another error is the one that helps."""
-    code = "import sys; sys.modules['greenlet'] = None; import penstock; penstock.rehearse"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    (tmp_path / "penstock").symlink_to(SOURCE)
+    ended = run_fork(tmp_path, "sys.modules['greenlet'] = None; import penstock; penstock.rehearse")
     assert "greenlet" in ended.stderr
     assert "this copy of Penstock" not in ended.stderr
 

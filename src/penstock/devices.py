@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,6 +17,8 @@ from torch.utils import _pytree as pytree
 from penstock.errors import UsageError
 
 CPU = torch.device("cpu")
+# Processes of one host read the same there, and share the monotonic clock.
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 QUEUES, FEWEST_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8  # which is what a device has by default
 
 
@@ -84,6 +87,14 @@ def check_queues(device: torch.device) -> None:
             f"{QUEUES}={given}: communicators of a pipeline would wait for each other in one queue of {device}; unset "
             f"it, or give {FEWEST_QUEUES} to 32"
         )
+
+
+def identity(device: torch.device) -> str:
+    """Return what processes that compute on the same device have in common, and no others, in 16 digits."""
+    properties: Any = torch.get_device_module(device).get_device_properties(device)
+    visible = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.endswith("VISIBLE_DEVICES")]
+    found = str(getattr(properties, "uuid", (BOOT.read_text(), visible, device.index)))
+    return hashlib.blake2b(found.encode(), digest_size=8).hexdigest()
 
 
 def device_memory() -> int | None:

@@ -135,6 +135,8 @@ def check_like(found: Any, example: Any, origin: object, place: str = "it") -> N
         for key in example.keys() & found.keys():
             check_like(found[key], example[key], origin, f"{place}.{key}".removeprefix("it."))
     elif isinstance(example, (list, tuple)) and isinstance(found, (list, tuple)):
+        if isinstance(example, tuple) and len(found) != len(example):
+            raise FileError(origin, f"{place} has {len(found)} values, where {len(example)} are due")
         for number, each in enumerate(found if example else ()):
             check_like(each, example[0], origin, f"{place}[{number}]")
     elif not _alike(found, example):

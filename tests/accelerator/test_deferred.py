@@ -291,3 +291,17 @@ def test_the_watchdog_kills_a_process_whose_message_does_not_come() -> None:
     outcome = attempt(2, wait_for_a_rank_that_is_gone, "watchdog", grouped=True, timeout=1.0)[1]
     assert outcome.code == -6
     assert "watchdog: receive of 12 bytes from rank 0" in outcome.stderr
+
+
+def batch_norm_in_eval_mode() -> list[float]:
+    import torch
+    from accelerator import pretend
+
+    layer = torch.nn.BatchNorm1d(4).to(pretend.device(0)).eval()
+    pretend.defer(lag=0.001)
+    return layer(torch.ones(2, 4, device=pretend.device(0))).flatten().tolist()
+
+
+def test_batch_norm_runs_behind_the_host_in_eval_mode() -> None:
+    """The CPU's kernel returns no statistics there, where a device's shapes have them."""
+    assert on_device(batch_norm_in_eval_mode).value == pytest.approx([1.0] * 8, abs=1e-4)

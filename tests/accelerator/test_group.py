@@ -276,3 +276,17 @@ def test_collectives_that_are_launched_in_other_orders_are_found(waiting: bool, 
     outcomes = on_ranks(2, two_communicators, waiting, turned)
     assert [each.value for each in outcomes] == [[4.0, 40.0]] * 2
     assert len(order_conflicts(outcomes)) == conflicts
+
+
+def reduce_on_one_device() -> None:
+    import torch
+    import torch.distributed as dist
+    from accelerator import pretend
+
+    torch.accelerator.set_device_index(0)
+    dist.all_reduce(torch.ones(4, device=pretend.device(0)))
+
+
+def test_two_ranks_on_one_device_are_refused() -> None:
+    for outcome in attempt(2, reduce_on_one_device, grouped=True):
+        assert "Duplicate GPU detected" in outcome.error

@@ -7,13 +7,22 @@ the next begins, and none of this shows. Here several are under way: every case 
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from bugs.memory import (
+    ROWS,
+    USES,
+    Shifted,
+    Stage,
+    beside_a_plain_loop,
+    plain_gradients,
+    step_of,
+    trained,
+    write_into,
+)
 from bugs.small import WIDTH, batch
 from processes import on_processes
 from tiers import by_turns
@@ -24,79 +33,6 @@ from transports import ON_PROCESSES
 import penstock
 from penstock.errors import PeerFailure
 from penstock.schedule.builders import TRAINING
-
-ROWS = 4
-
-
-class Shifted(nn.Module):
-    """A layer, and a parameter whose gradient autograd takes as a view of what arrives."""
-
-    def __init__(self, use: str, width: int = WIDTH) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH).double()
-        self.shift = nn.Parameter(torch.randn(width).double())
-        self.use = USES[use]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.use(x, self.layer, self.shift)
-
-
-USES: dict[str, Callable[[Tensor, nn.Module, Tensor], Tensor]] = {
-    "index": lambda x, layer, p: layer(x) + p[None],
-    "unsqueeze": lambda x, layer, p: layer(x) + p.unsqueeze(0),
-    "view": lambda x, layer, p: layer(x) + p.view(1, -1),
-    "cat": lambda x, layer, p: torch.cat([layer(x), p[None]])[:-1] + p[None],
-    "input": lambda x, layer, p: layer(torch.tanh(x.flatten() + p[None].flatten()).view(x.shape)),
-    "passed": lambda x, layer, p: x.flatten().add(p[None].flatten()).view(x.shape),
-}
-
-
-def trained(
-    step: Callable[[Tensor, Tensor], Any], parameters: list[Tensor], steps: int = 3, width: int = WIDTH
-) -> list[list[Tensor]]:
-    optimizer = torch.optim.SGD(parameters, lr=0.1)
-    found = []
-    for number in range(steps):
-        x, y = (rows.repeat(1, -(-width // WIDTH))[:, :width] for rows in batch(ROWS))
-        step(x + number, y)
-        found.append([parameter.grad.clone() for parameter in parameters if parameter.grad is not None])
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
-def beside_a_plain_loop(
-    stages: list[nn.Module],
-    schedule: str,
-    *,
-    microbatches: int = 4,
-    parameters: list[nn.Parameter] | None = None,
-    **options: Any,
-) -> None:
-    """Three steps of SGD: all gradients are those of the loop that takes one microbatch after the other."""
-    expected = plain_gradients(copy.deepcopy(stages), microbatches)
-    options = {"loss_fn": F.mse_loss, **options}
-    pipe = penstock.Pipeline(stages, microbatches=microbatches, schedule=schedule, **options)
-    own = [p for stage in stages for p in stage.parameters()] if parameters is None else parameters
-    found = trained(partial(_step, pipe), own)
-    pipe.close()
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-def plain_gradients(stages: list[nn.Module], microbatches: int, width: int = WIDTH) -> list[list[Tensor]]:
-    """What a loop gets that takes one microbatch after the other."""
-    plain = nn.Sequential(*stages)
-    own = list(plain.parameters())
-
-    def loop(x: Tensor, y: Tensor) -> None:
-        for rows, target in zip(x.tensor_split(microbatches), y.tensor_split(microbatches), strict=True):
-            loss = F.mse_loss(plain(rows.clone()), target) / microbatches
-            # not by backward(): autograd itself lets several parameters adopt one gradient
-            for parameter, gradient in zip(own, torch.autograd.grad(loss, own, allow_unused=True), strict=True):
-                if gradient is not None:
-                    parameter.grad = gradient + (0 if parameter.grad is None else parameter.grad)
-
-    return trained(loop, own, width=width)
 
 
 @pytest.mark.parametrize(
@@ -183,14 +119,10 @@ def train_on_processes(cases: list[tuple[str, str, str]]) -> list[list[list[Tens
         stages = stages_of(kind)
         pipe = penstock.Pipeline(stages, microbatches=ROWS, schedule=schedule, loss_fn=F.mse_loss, transport=transport)
         width = WIDTH if kind in USES or kind.startswith("stage") else LARGE
-        step = partial(_step, pipe)
+        step = partial(step_of, pipe)
         found.append(trained(step, list(pipe.parameters()), width=width))
         pipe.close()
     return found
-
-
-def _step(pipe: penstock.Pipeline, x: Tensor, y: Tensor) -> None:
-    pipe.step(x, target=y)
 
 
 def stages_of(kind: str) -> list[nn.Module]:
@@ -210,7 +142,7 @@ class Scaled(nn.Module):
         self.scale, self.kept, self.after = nn.Parameter(torch.randn(1).double()), torch.zeros(1, LARGE).double(), after
 
     def forward(self, x: Tensor) -> Tensor:
-        return _write_into(self.kept, x * self.scale) if self.after else torch.tanh(x * self.scale)
+        return write_into(self.kept, x * self.scale) if self.after else torch.tanh(x * self.scale)
 
 
 @pytest.mark.slow
@@ -235,7 +167,7 @@ def write_into_a_global() -> str:
 
     class Global(Scaled):
         def forward(self, x: Tensor) -> Tensor:
-            return _write_into(memory, x * self.scale)
+            return write_into(memory, x * self.scale)
 
     stages = [Global(""), Scaled("")]
     pipe = penstock.Pipeline(stages, microbatches=4, schedule="gpipe", loss_fn=F.mse_loss, transport="distributed")
@@ -254,71 +186,6 @@ def test_memory_that_nobody_can_see_is_an_error_between_processes_too() -> None:
 
 
 # -- what a stage hands over
-
-
-class Stage(nn.Module):
-    """A layer whose output, or whose input, is treated in some way."""
-
-    def __init__(self, before: str = "", after: str = "") -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH).double()
-        self.before, self.after = before, after
-        self.kept: Any = torch.zeros(1, WIDTH).double()
-        self.register_buffer("counted", torch.zeros(1, WIDTH).double())
-
-    def forward(self, *given: Any) -> Any:
-        x = given if len(given) > 1 else given[0]  # a tuple is unpacked between stages, but not by nn.Sequential
-        return AFTER[self.after](self, self.layer(BEFORE[self.before](self, x)))
-
-
-def _write_into(memory: Tensor, value: Tensor) -> Tensor:
-    written = memory.detach()
-    return written.copy_(value)
-
-
-def _keep(stage: Stage, value: Tensor) -> Tensor:
-    stage.kept = stage.kept.detach().copy_(value)  # the attribute itself leaves
-    return stage.kept
-
-
-def _in_a_list(stage: Stage, value: Tensor) -> Tensor:
-    if isinstance(stage.kept, Tensor):
-        stage.kept = [{"memory": stage.kept}]
-    return _write_into(stage.kept[0]["memory"], value).view(value.shape)
-
-
-def _count_in_place(stage: Stage, value: Tensor) -> tuple[Tensor, Tensor]:
-    return value, stage.kept.add_(value.detach())
-
-
-def _count_in_buffer(stage: Stage, value: Tensor) -> tuple[Tensor, Tensor]:
-    stage.counted += value.detach()
-    return value, stage.counted[:, 1:]
-
-
-AFTER: dict[str, Callable[[Stage, Tensor], Any]] = {
-    "": lambda stage, value: torch.tanh(value),
-    "written": lambda stage, value: _write_into(stage.kept, value),
-    "view": lambda stage, value: _write_into(stage.kept, value).view(WIDTH).view(1, WIDTH),
-    "attribute": _keep,
-    "list": _in_a_list,
-    "counted": _count_in_place,
-    "buffer": _count_in_buffer,
-    "twice": lambda stage, value: (value, value),
-    "slice": lambda stage, value: (value, value[:, :2]),
-    "reversed": lambda stage, value: (value[:, 1:], value),
-    "detached": lambda stage, value: (value, value.detach()),
-    "chunks": lambda stage, value: (value[:, :2], value[:, 2:]),
-}
-
-BEFORE: dict[str, Callable[[Stage, Any], Tensor]] = {
-    "": lambda stage, value: value,
-    "sum": lambda stage, value: value[0] + value[1].sum(-1, keepdim=True),
-    "first": lambda stage, value: value[0].mul_(2.0) + value[1].sum(-1, keepdim=True),
-    "second": lambda stage, value: value[1].mul_(2.0).sum(-1, keepdim=True) + value[0],
-    "join": lambda stage, value: torch.cat([value[0].mul_(2.0), value[1]], -1),
-    "longer": lambda stage, value: value[1].relu_() + value[0].sum(-1, keepdim=True),
-}
 
 
 @pytest.mark.parametrize(
@@ -377,7 +244,7 @@ def test_memory_that_nobody_can_see_is_an_error_where_it_is_written_to() -> None
 
     class Global(Stage):
         def forward(self, x: Tensor) -> Tensor:
-            return _write_into(memory, self.layer(x))
+            return write_into(memory, self.layer(x))
 
     pipe = penstock.Pipeline([Global(), Stage()], microbatches=4, schedule="gpipe", loss_fn=F.mse_loss)
     x, y = batch(ROWS)
@@ -400,7 +267,7 @@ def test_also_where_the_reader_is_late(late: str) -> None:
             if written[-1] == 3 and late == "reader":
                 read.wait(30)
             try:
-                return _write_into(memory, self.layer(x)) if written[-1] in (2, 3) else self.layer(x)
+                return write_into(memory, self.layer(x)) if written[-1] in (2, 3) else self.layer(x)
             finally:
                 if written[-1] == 3:
                     wrote.set()
@@ -482,192 +349,3 @@ def test_a_keyword_argument_that_other_stages_take_is_not_written_to() -> None:
     pipe = penstock.Pipeline([Takes(True), Takes(False)], microbatches=4, loss_fn=F.mse_loss)
     with pytest.raises(PeerFailure, match="writes in place into the keyword argument 'mask', which another"):
         pipe.step(x, target=y, mask=torch.ones(ROWS, 1).double())
-
-
-# -- memory of the user's own code, which no rule of autograd protects
-
-
-class FromScratch(torch.autograd.Function):
-    """Doubles; the gradient that it returns is in memory that it uses again, past the counter of versions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scratch: Tensor) -> Tensor:
-        ctx.scratch = scratch
-        return x * 2.0
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        scratch = ctx.scratch[: len(gradient)]
-        scratch.data.copy_(gradient * 2.0)
-        return scratch, None
-
-
-class InScratch(Stage):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(FromScratch.apply(x, self.kept))  # type: ignore[no-untyped-call]
-
-
-@pytest.mark.parametrize("schedule", TRAINING)
-def test_a_backward_may_use_the_memory_of_its_gradient_again(schedule: str) -> None:
-    # handed over on one rank, gradients 600 % off; between threads a false error, or, by .data, wrong
-    torch.manual_seed(0)
-    beside_a_plain_loop([InScratch() for _ in range(4)], schedule)
-
-
-def test_also_on_one_rank() -> None:
-    torch.manual_seed(0)
-    beside_a_plain_loop([InScratch() for _ in range(4)], "looped-bfs", ranks=1)
-
-
-class Tripled(torch.autograd.Function):
-    """A backward that writes to the gradient that it is given."""
-
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x * 3.0
-
-    @staticmethod
-    def backward(_: Any, gradient: Tensor) -> Tensor:
-        return gradient.mul_(3.0)
-
-
-def test_a_gradient_that_is_kept_for_w_and_written_to_is_an_error() -> None:
-    class Writes(Stage):
-        def forward(self, x: Tensor) -> Tensor:
-            return Tripled.apply(x) + self.layer(x)  # type: ignore[no-untyped-call]
-
-    pipe = penstock.Pipeline([Writes(), Writes()], microbatches=4, schedule="zb-h1", loss_fn=F.mse_loss)
-    x, y = batch(ROWS)
-    with pytest.raises(PeerFailure, match="a gradient that was kept for W has been written to in place"):
-        pipe.step(x, target=y)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-zb"])
-def test_gradients_that_are_cleared_within_a_step_are_fresh_again(schedule: str) -> None:
-    # a forward takes what has come so far, and a new sum begins; zb-h1: gradients off by 180 %
-    def take(stage: nn.Module, _: Any) -> None:
-        for parameter in stage.parameters():
-            if parameter.grad is not None:
-                totals[parameter] += parameter.grad
-                parameter.grad = None
-
-    torch.manual_seed(0)
-    stages: list[nn.Module] = [Shifted("index") for _ in range(4)]
-    expected = plain_gradients(copy.deepcopy(stages), 4)[0]
-    totals = {each: torch.zeros_like(each.detach()) for each in nn.ModuleList(stages).parameters()}
-    for stage in stages:
-        stage.register_forward_pre_hook(take)
-    pipe = penstock.Pipeline(stages, microbatches=4, schedule=schedule, loss_fn=F.mse_loss)
-    x, y = batch(ROWS)
-    pipe.step(x, target=y)
-    for stage in stages:
-        take(stage, None)
-    torch.testing.assert_close(list(totals.values()), expected, rtol=1e-10, atol=1e-12)
-
-
-class Memory:
-    """Neither a module nor a container."""
-
-    tensor: Tensor | None = None
-
-
-def _forget(memory: Tensor | None) -> None:
-    if memory is not None:
-        memory.data.zero_()
-
-
-class InAnObject(Stage):
-    def forward(self, x: Tensor) -> Tensor:
-        if not isinstance(self.kept, Memory):
-            self.kept = Memory()
-        _forget(self.kept.tensor)
-        value = self.layer(x)
-        self.kept.tensor = value.data
-        return value
-
-
-class OfAView(Stage):
-    made: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        _forget(self.made)
-        self.made = self.layer(x)
-        return self.made.view(-1, 1, WIDTH).view(-1, WIDTH)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-v"])
-@pytest.mark.parametrize("kind", [InAnObject, OfAView])
-def test_memory_that_a_stage_holds_in_any_way_leaves_as_a_copy(kind: type[Stage], schedule: str) -> None:
-    # past the counter of versions, so that no reader could see it: 109 to 203 % off
-    torch.manual_seed(0)
-    beside_a_plain_loop([kind() for _ in range(4)], schedule)
-
-
-@pytest.mark.parametrize("recompute", ["never", "always"])
-def test_a_write_past_the_counter_of_versions_is_seen_in_the_first_forward(recompute: str) -> None:
-    # recomputed on what it had written to: 385 % off
-    class Doubles(Stage):
-        def forward(self, x: Tensor) -> Tensor:
-            x.data.mul_(2.0)
-            return self.layer(x)
-
-    torch.manual_seed(0)
-    beside_a_plain_loop([Doubles() for _ in range(4)], "1f1b", recompute=recompute)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_a_parameter_of_two_threads_adopts_nothing_either(schedule: str) -> None:
-    torch.manual_seed(0)
-    stages: list[nn.Module] = [Shifted("passed") for _ in range(4)]
-    stages[2].shift = stages[1].shift
-    beside_a_plain_loop(stages, schedule, parameters=[stages[number].shift for number in (0, 1, 3)])
-
-
-def test_the_common_case_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.runtime.backward import saved_graph
-    from penstock.runtime.state import memory_layout, ownership
-
-    torch.manual_seed(0)
-    stages: list[nn.Module] = [
-        nn.Sequential(nn.Linear(WIDTH, WIDTH), last)
-        for last in (nn.ReLU(), nn.Tanh(), nn.Softmax(-1), nn.LayerNorm(WIDTH))
-    ]
-    stages.append(nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Unflatten(-1, (2, WIDTH)), nn.Flatten(-2)))
-    pipe = penstock.Pipeline(stages, microbatches=4, schedule="zb-h1", loss_fn=lambda output, _: output.mean())
-    x = torch.randn(ROWS, WIDTH)
-    pipe.step(x)  # the first forward of a stage is on copies, which show whether it writes
-    pipe.zero_grad()
-    copied: list[Tensor] = []
-    monkeypatch.setattr(saved_graph, "copy_like", lambda tensor: copied.append(tensor) or tensor.clone())
-    monkeypatch.setattr(memory_layout, "copies", lambda tensors: pytest.fail(f"{len(tensors)} tensors were copied"))
-    monkeypatch.setattr(ownership, "_tensors_of", lambda module: pytest.fail("the stage's tensors were looked for"))
-    pipe.step(x)
-    assert not copied
-
-
-class Marked(torch.Tensor):
-    """A tensor that is more than its numbers."""
-
-
-KINDS: dict[str, Callable[[Tensor], Any]] = {
-    "Marked": lambda value: value.as_subclass(Marked),
-    "nested tensor": lambda value: torch.nested.nested_tensor_from_jagged(value, torch.tensor([0, 1, len(value)])),
-    "a nested tensor": lambda value: (value, torch.nested.as_nested_tensor([value, value])),
-}
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_tensor_that_is_more_than_its_numbers_does_not_cross(kind: str) -> None:
-    # between processes a subclass arrived as a plain tensor without a word, and a nested one crashed unclearly
-    class Returns(Stage):
-        def forward(self, x: Tensor) -> Any:
-            return KINDS[kind](self.layer(x))
-
-    pipe = penstock.Pipeline([Returns(), Stage()], microbatches=2, loss_fn=F.mse_loss)
-    x, y = batch(ROWS)
-    with pytest.raises(PeerFailure, match=rf"stage 0 returns a .*{kind[-13:]}; only plain dense tensors cross"):
-        pipe.step(x, target=y)
-    last = penstock.Pipeline([Stage(), Returns()], microbatches=2, loss_fn=lambda output, target: (output * 1).mean())
-    if kind == "Marked":
-        assert last.step(x, target=y).loss is not None  # what leaves the pipeline may be anything

@@ -11,7 +11,7 @@ from checkpoint.short_run import penstock_command, saved_run
 from train_runs import LAYOUTS, Run
 
 import penstock
-from penstock.cli.checkpoint import _auto_class
+from penstock.cli.checkpoint import auto_class
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,8 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 
 
 def test_the_class_that_loads_an_export_follows_its_configuration(tmp_path: Path) -> None:
-    assert _auto_class(tmp_path) == "AutoModel"
+    assert auto_class(tmp_path) == "AutoModel"
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    assert _auto_class(tmp_path) == "AutoModelForCausalLM"
+    assert auto_class(tmp_path) == "AutoModelForCausalLM"
     (tmp_path / "config.json").write_text('{"architectures": ["BertModel"]}')
-    assert _auto_class(tmp_path) == "AutoModel"
+    assert auto_class(tmp_path) == "AutoModel"

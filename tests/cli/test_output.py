@@ -13,7 +13,7 @@ import pytest
 import torch
 from command import run
 
-from penstock.cli.output import working
+from penstock.cli.output import complain, working
 from penstock.errors import RunError
 
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "penstock")
@@ -65,3 +65,9 @@ def test_a_command_for_want_of_memory_names_itself(
     result = run(*line.split())
     assert (result.exit_code, result.stdout) == (2, "")
     assert re.search(words, result.stderr.strip()), result.stderr
+
+
+def test_a_message_with_megabytes_of_somebodys_text_is_cut_in_the_middle(capsys: pytest.CaptureFixture[str]) -> None:
+    complain("a" * 15_000 + "b" * 15_000)
+    text = capsys.readouterr().err
+    assert text == f"penstock: {'a' * 10_000} ... 10,000 characters left out ... {'b' * 10_000}\n"

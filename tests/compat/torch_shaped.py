@@ -676,7 +676,7 @@ def refused_by_one(rank: int, attempt: Callable[[Callable[[], Any]], str]) -> li
         lambda: other.step(x),
         lambda: infers.step(x),
         lambda: schedule.step(x, unknown=3),
-        lambda: schedule.step(arg_mbs=[(x,)] * 3),
+        lambda: schedule._step_microbatches([(x,)] * 3),
     )
     last: tuple[Callable[[], Any], ...] = (
         lambda: schedule.step(target=target, losses=()),

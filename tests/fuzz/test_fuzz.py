@@ -150,7 +150,7 @@ def test_a_wrong_pipeline_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hooks_that_fire_too_often_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: both forwards of a recomputed stage run on one tensor; hooks do not wait for complete gradients."""
     from penstock.runtime.engine.stage import StageInput
-    from penstock.runtime.state.parameters import ParametersBefore
+    from penstock.runtime.state.transaction import ParametersBefore
 
     arriving = Case(((DENSE,), (Layer("HookedInput"),)), ranks=2, recompute="always")
     inside = Case(((DENSE,), (DENSE,)), ranks=2, optimizer="SGD", inside=True, steps=2)

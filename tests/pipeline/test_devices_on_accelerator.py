@@ -421,3 +421,74 @@ def test_defaults_of_the_user_change_nothing_on_devices(processes: bool, tmp_pat
         assert outcome.races == []
         assert outcome.value
         assert all(each == outcome.value[0] for each in outcome.value[1:])
+
+
+def on_one_device(way: str) -> list[str]:
+    """What two processes are told whose models are on the same device."""
+    from accelerator import pretend
+
+    from penstock.errors import UsageError
+
+    model, x, y = model_and_batch(layers=2)
+    devices: Any = "auto"
+    if way == "moved":
+        model.to(pretend.device(0))  # as by model.cuda() in every process
+    else:
+        devices = [pretend.device(0)] * 2
+    told = []
+    with penstock.Pipeline(model, stages=2, microbatches=4, loss_fn=nn.MSELoss(), devices=devices, timeout=20) as pipe:
+        for _ in range(2):
+            with pytest.raises((UsageError, PeerFailure)) as caught:
+                pipe.step(x, target=y)
+            told.append(str(caught.value))
+    return told
+
+
+@pytest.mark.parametrize("way", mostly_slow(["moved", "asked"], "moved"))
+def test_processes_that_share_a_device_are_told_so(way: str) -> None:
+    """NCCL refuses to connect them, by an error that names neither the ranks nor the device."""
+    for outcome in on_ranks(2, on_one_device, way):
+        for told in outcome.value:
+            assert "ranks 0 and 1 both compute on pretend:0 of this host" in told
+
+
+class WithLengths(nn.Module):
+    """Passes on how long sequences are, in a tensor on the CPU, where `pack_padded_sequence` wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        import torch
+
+        return self.linear(x), torch.full((len(x),), 1, device="cpu")
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, passed: Any) -> Any:
+        hidden, lengths = passed
+        packed = nn.utils.rnn.pack_padded_sequence(hidden.unsqueeze(1), lengths, batch_first=True)
+        return self.linear(packed.data)
+
+
+def with_lengths(devices: Any) -> float:
+    """How far a loss is from the plain loop's."""
+    import torch
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(WithLengths(), Packed()), torch.randn(8, 8)
+    wanted = float(nn.functional.mse_loss(model(x), x))
+    with penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=nn.MSELoss(), devices=devices, timeout=20) as pipe:
+        return abs(float(pipe.step(x, target=x).loss) - wanted)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("processes", mostly_slow([False, True], False), ids=["threads", "processes"])
+def test_what_a_stage_on_a_device_has_on_the_cpu_stays_there(processes: bool) -> None:
+    """Threads moved it to the next rank's device."""
+    for outcome in on_ranks(2, with_lengths, "auto") if processes else [on_device(with_lengths, "auto")]:
+        assert outcome.value < 1e-6

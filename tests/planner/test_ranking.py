@@ -4,57 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import cache
 from math import inf
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from planner_cases import SMALL, config, every_way, plans, profile
 
-import penstock
 from penstock.errors import UsageError
-from penstock.planner.candidates import PlanCandidate, default_families, families_for, splits_backward
-from penstock.planner.cluster import Cluster, Device, Interconnect
+from penstock.planner.candidates import default_families, families_for, splits_backward
+from penstock.planner.cluster import Interconnect
 from penstock.planner.fake_model import profile_config
-from penstock.planner.layout import MeshLayout, all_reduce, layouts
+from penstock.planner.layout import MeshLayout, layouts
 from penstock.planner.plan import config_for
-from penstock.planner.plans import Plans
 from penstock.planner.price import Pricing
-from penstock.planner.profile import Profile
-from penstock.planner.ranking import RANKED, ROWS, SearchSpace, _sizes, candidates, rank_plans
+from penstock.planner.ranking import RANKED, ROWS, SearchSpace, candidates, rank_plans, sizes_of_microbatches
 from penstock.schedule import FAMILIES, build, simulate
-from penstock.schedule.builders import _BY_NAME
-from penstock.tools.train.config.settings import TrainConfig
-from penstock.tools.train.run.memory import optimizer_states
-
-SMALL = Cluster(
-    hosts=2,
-    devices=4,
-    device=Device(memory=10e9, peak=1e13, efficiency=0.5, bandwidth=5e11, reserved=1e8),
-    inside=Interconnect(bandwidth=2e10, latency=1e-5),
-    between=Interconnect(bandwidth=2e9, latency=5e-5),
-)
-
-
-def config() -> TrainConfig:
-    return config_for(
-        "gpt", batch=32, sequence=128, options={"layers": 12, "width": 512, "heads": 8, "vocabulary": 1000}
-    )
-
-
-@cache
-def profile() -> Profile:
-    return profile_config(config(), SMALL.software)
-
-
-def plans(cluster: Cluster = SMALL) -> Plans:
-    return rank_plans(config(), profile(), cluster)
-
-
-def every_way(layout: MeshLayout, cluster: Cluster = SMALL) -> list[PlanCandidate]:
-    space = SearchSpace(32, optimizer_states(config()))
-    return list(candidates(layout, lambda where, rows: Pricing(profile(), cluster, where, rows), space))
+from penstock.schedule.builders import BY_NAME
 
 
 @pytest.mark.slow
@@ -143,31 +108,15 @@ def test_fewer_devices_are_named_where_they_do_as_well() -> None:
 
 
 def test_batches_that_few_powers_of_two_divide_are_divided_by_other_numbers() -> None:
-    assert _sizes(31, ROWS) == [1, 31]
-    assert _sizes(12, ROWS) == [1, 2, 3, 4, 6, 12]
-    assert _sizes(1536, ROWS) == list(ROWS)
-    assert _sizes(12, (4,)) == [4]
-
-
-def test_a_model_that_fits_nowhere_says_so() -> None:
-    with pytest.raises(UsageError, match="no layout of 8 devices can train this model"):
-        _ = plans(replace(SMALL, device=replace(SMALL.device, memory=1.5e8))).best
+    assert sizes_of_microbatches(31, ROWS) == [1, 31]
+    assert sizes_of_microbatches(12, ROWS) == [1, 2, 3, 4, 6, 12]
+    assert sizes_of_microbatches(1536, ROWS) == list(ROWS)
+    assert sizes_of_microbatches(12, (4,)) == [4]
 
 
 def test_more_memory_is_never_slower() -> None:
     times = [plans(replace(SMALL, device=replace(SMALL.device, memory=size))).best.seconds for size in (4e8, 1e9, 1e10)]
     assert times == sorted(times, reverse=True)
-
-
-def test_sums_cross_hosts_with_each_devices_own_part() -> None:
-    layout = MeshLayout(dp=8)  # four on each of two hosts
-    inside, between = 2 * 3 / 4 * 8e9 / 2e10, 2 * (8e9 / 4) / 2 / 2e9
-    latency = 2 * (3 * 1e-5 + 5e-5)
-    assert all_reduce(8e9, layout, "dp", SMALL) == pytest.approx(inside + between + latency)
-    assert layout.wire("dp", SMALL) is SMALL.between
-    assert MeshLayout(pp=2, dp=4).wire("dp", SMALL) is SMALL.inside
-    assert MeshLayout(pp=2, dp=4).wire("pp", SMALL) is SMALL.between
-    assert MeshLayout(pp=2, dp=4, inner="pp").wire("pp", SMALL) is SMALL.inside
 
 
 def test_a_batch_that_no_layout_divides_is_refused() -> None:
@@ -176,71 +125,10 @@ def test_a_batch_that_no_layout_divides_is_refused() -> None:
         rank_plans(odd, profile_config(odd, SMALL.software), replace(SMALL, hosts=1009, devices=1))
 
 
-def test_the_public_function_takes_a_cluster_and_refuses_a_strange_model() -> None:
-    found = penstock.plan(
-        "gpt", SMALL, batch=8, sequence=16, options={"layers": 4, "width": 32}, layout=MeshLayout(2, 4)
-    )
-    assert [plan.layout for plan in found.ranked] == [MeshLayout(2, 4)]
-    with pytest.raises(UsageError, match="plan\\(\\) takes"):
-        penstock.plan("llama", SMALL)
-
-
-class Twice(nn.Module):
-    """A model whose layers are in a list, for plans of modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
-
-
-def test_a_module_and_a_function_that_builds_it_are_planned_alike_and_left_alone() -> None:
-    model = Twice()
-    before = [each.clone() for each in model.parameters()]
-    example = (torch.zeros(3, 16),)
-    pair = replace(SMALL, hosts=1, devices=2)
-    found = [penstock.plan(each, pair, batch=4, example=example, layout=MeshLayout(2)) for each in (model, Twice)]
-    assert found[0].best.seconds == found[1].best.seconds
-    assert found[0].parameters == sum(each.numel() for each in model.parameters())
-    assert all(map(torch.equal, before, model.parameters()))
-    with penstock.Pipeline(model, plan=found[0].best, loss_fn=nn.MSELoss(), example=example) as pipe:
-        result = pipe.step(torch.ones(4, 16), target=torch.zeros(4, 16))
-    assert result.loss.item() == pytest.approx(nn.MSELoss()(model(torch.ones(4, 16)), torch.zeros(4, 16)).item())
-
-
-def test_a_plan_with_replicas_is_no_plan_for_one_pipeline() -> None:
-    """A pipeline without a mesh once ran one replica of a plan for four, without a word."""
-    example = (torch.zeros(3, 16),)
-    found = penstock.plan(Twice, SMALL, batch=16, example=example, layout=MeshLayout(2, 4))
-    with pytest.raises(UsageError, match=r"the plan is for pp 2 x dp 4.*pass mesh=, a DeviceMesh with the axes pp, dp"):
-        penstock.Pipeline(Twice(), plan=found.best, loss_fn=nn.MSELoss(), example=example)
-
-
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({}, "also needs example="),
-        ({"example": (1,)}, "example= has no tensor with rows"),
-        ({"example": (torch.zeros(2, 16),), "options": {"a": 1}}, "options= are for a model that is named"),
-    ],
-)
-def test_a_module_without_what_shows_its_inputs_is_refused(more: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        penstock.plan(Twice(), SMALL, **more)
-    with pytest.raises(UsageError, match="needs cluster="):
-        penstock.plan(Twice(), example=(torch.zeros(2, 16),))
-    with pytest.raises(UsageError, match="a configuration has its own data"):
-        penstock.plan("gpt", SMALL, example=(torch.zeros(2, 16),))
-
-
 def test_families_are_read_from_the_table_so_that_a_new_one_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A family that the planner does not name: it is found, seen to split its backwards, and priced."""
     monkeypatch.setitem(FAMILIES, "new", replace(FAMILIES["zb-h1"], name="new", aliases=()))
-    monkeypatch.setitem(_BY_NAME, "new", FAMILIES["new"])
+    monkeypatch.setitem(BY_NAME, "new", FAMILIES["new"])
     assert families_for(4, 1, ["new", "zb-v", "forward-only"]) == ["new"]
     assert splits_backward("new")
     found = rank_plans(config(), profile(), SMALL, among=[MeshLayout(4, 2)], space=SearchSpace(32, 2.0, ["new"]))

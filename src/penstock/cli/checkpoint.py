@@ -145,10 +145,10 @@ def export(
     if done.adapter:
         write(f"load it with PeftModel.from_pretrained(model, {str(Path(out))!r}); --merge writes the model with it")
     if done.huggingface:
-        write(f"load them with {_auto_class(Path(out))}.from_pretrained({str(Path(out))!r})")
+        write(f"load them with {auto_class(Path(out))}.from_pretrained({str(Path(out))!r})")
 
 
-def _auto_class(folder: Path) -> str:
+def auto_class(folder: Path) -> str:
     """Return the class of transformers that loads the model as what its configuration names: a language model, say."""
     try:
         named = read_json(folder / "config.json").get("architectures")

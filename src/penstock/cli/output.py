@@ -28,6 +28,8 @@ from rich.text import Text
 from penstock.errors import CheckpointError, Fault, PenstockError, RunError, ScheduleError, UsageError
 from penstock.view.figures import counted, visible
 
+LONGEST = 20_000  # characters of a message
+
 
 def write(text: str, stream: TextIO | None = None) -> None:
     """Write one piece of output and a line end; nothing at all once the reader is gone."""
@@ -70,7 +72,10 @@ def write_json(document: object) -> None:
 
 
 def complain(message: str) -> None:
-    """Write one paragraph to stderr."""
+    """Write one paragraph to stderr, of which a text of megabytes in somebody's file has its middle left out."""
+    if len(message) > LONGEST:
+        left_out, half = len(message) - LONGEST, LONGEST // 2
+        message = f"{message[:half]} ... {left_out:,} characters left out ... {message[-half:]}"
     write(f"penstock: {message}", sys.stderr)
 
 

@@ -62,7 +62,7 @@ def generators_of(model: nn.Module, everywhere: bool) -> list[Any]:
 
 def states_of(generators: list[Any], torchs: bool) -> list[tuple[str, Any]]:
     """Return the state of each generator, with a name for it."""
-    python, array, (tensor, _) = global_states()
+    (python, array), (tensor, _) = host_states(), random_state()
     found: list[tuple[str, Any]] = [("Python's random", python), ("numpy's random", _comparable(array))]
     if torchs:
         found.append(("torch's generator, past its operations", _comparable(tensor.numpy())))
@@ -86,18 +86,26 @@ def _comparable(state: Any) -> Any:
     return state.tobytes() if hasattr(state, "tobytes") else state
 
 
+def host_states() -> tuple[Any, Any]:
+    """Return the states of the global generators of Python and numpy."""
+    numpy: Any = sys.modules.get("numpy")
+    return random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def put_back_host(states: tuple[Any, Any]) -> None:
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+
+
 def global_states() -> tuple[Any, Any, TorchState]:
     """Return the states of the global generators of Python, numpy and torch."""
-    numpy: Any = sys.modules.get("numpy")
-    return random.getstate(), None if numpy is None else numpy.random.get_state(), random_state()
+    return *host_states(), random_state()
 
 
 def put_back(states: tuple[Any, Any, TorchState]) -> None:
-    python, array, tensors = states
-    random.setstate(python)
-    restore_random(tensors)
-    if array is not None:
-        sys.modules["numpy"].random.set_state(array)
+    put_back_host(states[:2])
+    restore_random(states[2])
 
 
 def _in_use() -> list[Generator]:

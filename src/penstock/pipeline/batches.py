@@ -300,7 +300,7 @@ class Batches:
         """Return what the user gets, from the reports of all ranks on so many microbatches."""
         self._compared.add(call.training)
         last = self.deployment.ranks.last
-        output = None if last is None else last.computations.output()
+        output = last.computations.outputs.take() if call.outputs and last is not None else None
         replicas = self.deployment.replication.replica_reports or [replica_report(reports, count)]
         return result_of(reports, replicas, output)
 

@@ -62,7 +62,7 @@ def candidates(layout: MeshLayout, pricing_of: PricingOf, space: SearchSpace) ->
 def _cuts_of(layout: MeshLayout, pricing_of: PricingOf, space: SearchSpace) -> Iterator[tuple[float, OfCut]]:
     """Yield, per size of microbatches and number of stages, seconds at least, and what finds the candidates."""
     share = space.batch // layout.dp
-    for rows in _sizes(share, space.rows):
+    for rows in sizes_of_microbatches(share, space.rows):
         pricing = pricing_of(layout, rows)
         if rows < pricing.profile.least_rows:
             continue
@@ -82,7 +82,7 @@ def _candidates_of_cut(
                 yield PlanCandidate(pricing, name, per_rank, microbatches, recompute, tuple(cuts), space.states)
 
 
-def _sizes(share: int, rows: Sequence[int]) -> list[int]:
+def sizes_of_microbatches(share: int, rows: Sequence[int]) -> list[int]:
     """Return the rows of a microbatch that divide those of a replica."""
     found = [each for each in rows if share % each == 0]
     if len(found) < FEW_SIZES and rows == ROWS:

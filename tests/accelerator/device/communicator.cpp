@@ -46,7 +46,7 @@ void Communicator::connect(
   members_ = members;
   connecting_ = true;
   try {
-    wire_ = std::make_unique<Wire>(store, name, rank, members, aborted_, limit);
+    wire_ = std::make_unique<Wire>(store, name, rank, members, device_of(queue.key()), aborted_, limit);
   } catch (...) {
     connecting_ = false;
     if (aborted_) throw std::runtime_error(why_aborted());

@@ -68,12 +68,12 @@ int connect_to(const std::string& name) {
 
 Wire::Wire(
     const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank, const std::vector<int>& members,
-    const std::atomic<bool>& abort, double limit)
+    int device, const std::atomic<bool>& abort, double limit)
     : name_(name), rank_(rank), abort_(abort) {
   static std::atomic<int> made{0};
   auto address = "pretend-" + std::to_string(getpid()) + "-" + std::to_string(made++);
   int listening = listen_at(address);
-  store->set(name + "/" + std::to_string(rank), address);
+  store->set(name + "/" + std::to_string(rank), std::to_string(device) + " " + address);
   auto due = std::chrono::steady_clock::now() + std::chrono::duration<double>(limit);
   auto pause = [&](int other) {
     if (abort_) give_up();
@@ -83,10 +83,17 @@ Wire::Wire(
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
   };
   for (int other : members) {
-    if (other >= rank) continue;  // The higher rank connects.
+    if (other == rank) continue;
     auto key = name + "/" + std::to_string(other);
     while (!store->check({key})) pause(other);
-    int socket = connect_to(text_of(store->get(key)));
+    auto place = text_of(store->get(key));
+    auto space = place.find(' ');
+    if (std::stoi(place) == device) close(listening);
+    TORCH_CHECK(
+        std::stoi(place) != device, "NCCL error: invalid usage\nDuplicate GPU detected : rank ", rank, " and rank ", other,
+        " both on device ", device);
+    if (other > rank) continue;  // The higher rank connects.
+    int socket = connect_to(place.substr(space + 1));
     checked(static_cast<int>(::send(socket, &rank, sizeof(rank), 0)), "send");
     peers_.push_back({other, socket, {}, {}, "", "", nullptr, 0, nullptr});
   }

@@ -34,9 +34,9 @@ struct Aborted : std::runtime_error {
 
 class Wire {
  public:
-  // Blocks until every member has come, as a lazy NCCL communicator does.
+  // Blocks until every member has come, as a lazy NCCL communicator does; each must have a device of its own.
   Wire(const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank, const std::vector<int>& members,
-       const std::atomic<bool>& abort, double limit);
+       int device, const std::atomic<bool>& abort, double limit);
   ~Wire();
 
   // Runs all parts at once, and ends when all have ended. `what` must be the same at both ends.

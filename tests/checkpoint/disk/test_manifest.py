@@ -11,7 +11,7 @@ import torch
 from train_runs import Run
 
 import penstock
-from penstock.checkpoint.disk.manifest import MANIFEST, seal
+from penstock.checkpoint.disk.manifest import MANIFEST, read_manifest, seal
 from penstock.errors import CheckpointError
 
 
@@ -50,6 +50,25 @@ def test_a_missing_file_a_link_and_a_directory_in_its_place_are_refused(run: Run
     file.mkdir()
     with pytest.raises(CheckpointError, match="not a plain file"):
         penstock.load(saved, run.pipe)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"origin": "x"},
+        {"origin": {"folder": 3}},
+        {"origin": {"config": []}},
+        {"origin": {"adapter": {"lora_alpha": "x"}}},
+        {"score": 10**400},
+        {"score": "x"},
+    ],
+)
+def test_a_manifest_with_values_of_another_kind_is_refused(saved: Path, forged: dict[str, object]) -> None:
+    document = json.loads((saved / MANIFEST).read_text())
+    kept = {name: value for name, value in document.items() if name not in ("format", "version", "checksum")}
+    (saved / MANIFEST).write_bytes(seal({**kept, **forged}))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is not a complete manifest"):
+        read_manifest(saved)
 
 
 def test_what_is_no_checkpoint_is_refused(run: Run, tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import warnings
 from typing import Any
 
 import pytest
@@ -12,52 +10,8 @@ import torch
 from compat.small_stages import BATCH, stages
 from torch import Tensor, nn
 
-import penstock
 import penstock.compat.pipelining as ours
 from penstock.errors import UsageError
-
-
-def test_options_of_a_pipeline_are_at_hand() -> None:
-    schedule = ours.ScheduleInterleaved1F1B(stages(2), 2, loss_fn=nn.functional.mse_loss)
-    schedule.options = {"recompute": "always", "precision": "bf16"}
-    assert schedule.step(torch.randn(4, 4), target=torch.randn(4, 4)).dtype is torch.bfloat16
-    assert schedule.pipeline.recompute == "always"
-
-
-def test_ignored_tokens_count_as_in_torch_with_a_warning_or_as_the_options_say() -> None:
-    """torch takes the mean of means: gradients were off by 93 % in silence, and the option was a raw TypeError."""
-    torch.manual_seed(1)
-    x, y = torch.randn(6, 4), torch.tensor([0, 1, 2, -100, -100, 3])
-    for given in (None, penstock.LossOptions()):
-        made = stages(2)
-        schedule = ours.ScheduleInterleaved1F1B(made, 3, loss_fn=nn.functional.cross_entropy)
-        schedule.options = {} if given is None else {"loss_options": given}
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                schedule.pipeline.zero_grad()
-                schedule.step(x, target=y)
-        found = [parameter.grad for parameter in made[0].submod.parameters()]
-        model = nn.Sequential(*(copy.deepcopy(stage.submod) for stage in made))
-        model.zero_grad()
-        parts = list(zip(model(x).split(2), y.split(2), strict=True))
-        if given is None:
-            (sum(nn.functional.cross_entropy(*part) for part in parts) / 3).backward()
-        else:
-            nn.functional.cross_entropy(model(x), y).backward()
-        torch.testing.assert_close(found, [parameter.grad for parameter in model[0].parameters()])
-        said = [str(each.message) for each in caught]
-        assert len(said) == (given is None)
-        assert given is not None or "means over 2 and 1 entries" in said[0]
-        assert given is not None or "{'loss_options': penstock.LossOptions()}" in said[0]
-
-
-@pytest.mark.parametrize(("name", "why"), [("loss_fn", "the schedule's own"), ("lossoptions", "no argument of Pip")])
-def test_options_that_a_pipeline_does_not_take_are_refused(name: str, why: str) -> None:
-    schedule = ours.ScheduleInterleaved1F1B(stages(2), 2, loss_fn=nn.functional.mse_loss)
-    schedule.options = {name: None}
-    with pytest.raises(UsageError, match=f"'{name}', which is {why}"):
-        schedule.step(torch.randn(4, 4), target=torch.randn(4, 4))
 
 
 def test_microbatches_may_come_split() -> None:
@@ -65,12 +19,12 @@ def test_microbatches_may_come_split() -> None:
     schedule = ours.ScheduleInterleaved1F1B(made, 2, loss_fn=nn.functional.mse_loss)
     x, y = torch.randn(4, 4), torch.randn(4, 4)
     parts = [(part,) for part in x.split([1, 3])]
-    output = schedule.step(arg_mbs=parts, target_mbs=list(y.split([1, 3])))
+    output = schedule._step_microbatches(parts, None, list(y.split([1, 3])))
     torch.testing.assert_close(output, nn.Sequential(*(stage.submod for stage in made))(x).detach())
     with pytest.raises(ValueError, match="Expecting 2 arg_mbs but got 1"):
-        schedule.step(arg_mbs=parts[:1], target_mbs=[y])
+        schedule._step_microbatches(parts[:1], None, [y])
     with pytest.raises(TypeError, match="kwarg_mbs must be a list but got a dict"):
-        schedule.step(arg_mbs=parts, kwarg_mbs={}, target_mbs=[y])
+        schedule._step_microbatches(parts, {}, [y])
 
 
 class Scaled(nn.Module):
@@ -89,7 +43,7 @@ def test_each_microbatch_has_its_own_keywords_and_its_own_number_of_arguments() 
     parts: list[tuple[Any, ...]] = [(piece,) for piece in x.split(2)]
     parts[1] = (*parts[1], shift)
     named = [{}, {"scale": 3.0}, {"shift": 2 * shift}]
-    output = schedule.step(arg_mbs=parts, kwarg_mbs=named, target_mbs=list(y.split(2)))
+    output = schedule._step_microbatches(parts, named, list(y.split(2)))
     wanted = [Scaled()(*args, **kwargs) for args, kwargs in zip(parts, named, strict=True)]
     torch.testing.assert_close(output, made[1].submod(torch.cat(wanted)).detach())
 
@@ -99,7 +53,7 @@ def test_a_microbatch_that_is_no_tuple_of_arguments_is_refused() -> None:
     schedule = ours.ScheduleInterleaved1F1B(stages(2), 2, loss_fn=nn.functional.mse_loss)
     parts: Any = list(torch.randn(4, 4).split(2))
     with pytest.raises(UsageError, match=r"arg_mbs\[0\] is a Tensor; pass a tuple of arguments"):
-        schedule.step(arg_mbs=parts, target_mbs=parts)
+        schedule._step_microbatches(parts, None, parts)
 
 
 def test_arguments_of_the_loss_go_whole_to_each_microbatch() -> None:
@@ -178,11 +132,3 @@ def test_steps_are_logged_at_debug_and_only_then(caplog: pytest.LogCaptureFixtur
     caplog.clear()
     schedule.step(BATCH[0], target=BATCH[1])
     assert not caplog.records
-
-
-def test_a_function_would_leave_out_a_dw_builder_so_both_are_refused() -> None:
-    made = [ours.PipelineStage(nn.Linear(4, 4), index, 2, "cpu", dw_builder=lambda: lambda: None) for index in range(2)]
-    schedule = ours.ScheduleInterleavedZeroBubble(made, 2, loss_fn=nn.functional.mse_loss)
-    schedule.register_custom_function("F", lambda action, ctx: ctx.run(action))
-    with pytest.raises(UsageError, match=r"stages \[0, 1\] have a dw_builder, which a custom function for B would"):
-        schedule.register_custom_function("B", lambda action, ctx: ctx.run(action))

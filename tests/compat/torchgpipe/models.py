@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock.compat.torchgpipe import GPipe
 from penstock.compat.torchgpipe.skip import Namespace, pop, skippable, stash
 
 CHUNKS = 4
@@ -123,3 +124,11 @@ def train(model: nn.Module, call: Callable[[Tensor], Any], rows: int = 8, steps:
 def in_chunks(model: nn.Module, chunks: int = CHUNKS) -> Callable[[Tensor], Tensor]:
     """The plain model on what `chunk` makes of a batch."""
     return lambda x: torch.cat([model(piece) for piece in x.chunk(chunks)])
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(1, 1)
+
+
+def two(**options: Any) -> GPipe:
+    return GPipe(nn.Sequential(linear(), linear()), [1, 1], devices=["cpu", "cpu"], **options)

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.runtime.backward.deferring_mode import DeferrableParameters, DeferringMode
@@ -125,3 +126,19 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Callable[[], list
 
 def mlp(width: int = 8, **options: Any) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, width, **options), nn.GELU(), nn.Linear(width, width, **options))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 32, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.first(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        x = x + self.out(mixed)
+        return x + self.mlp(self.second(x))

@@ -6,13 +6,10 @@ One group of two processes runs all scenarios; each returns what its rank saw, a
 from __future__ import annotations
 
 import copy
-import itertools
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from processes import on_processes
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import penstock
 from penstock.errors import ModelError, PeerFailure, PenstockError, UsageError
-from penstock.runtime.batch.lengths import ByTokens, LengthPlan
+from penstock.runtime.batch.lengths import LengthPlan
 from penstock.schedule import build
 
 VOCABULARY, WIDTH, CLASSES, LONGEST = 20, 8, 3, 12
@@ -365,43 +362,6 @@ def test_the_number_of_microbatches_follows_the_batch() -> None:
         assert {span.action.microbatch for span in timeline.spans} == set(range(counts[3]))
         assert pipe.evaluate(ids, lengths=lengths, target=labels).loss is not None
         assert pipe.predict(ids[:1], lengths=lengths[:1]).shape == (1, lengths[0], CLASSES)
-
-
-def test_uneven_batches_make_even_microbatches() -> None:
-    """One row of 512 tokens and 64 of 8: by rows, 16 microbatches would cost 5 * 512 each."""
-    plan = penstock.by_tokens(512).plan((), {"lengths": torch.tensor([512, *[8] * 64])}, 1, False)
-    assert plan is not None
-    assert sorted(plan.tokens) == [512, 512]
-
-
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.integers(1, 9), st.integers(0, 60))
-def test_plans_hold_every_row_once_and_the_heaviest_is_as_light_as_can_be(
-    lengths: list[int], count: int, more: int
-) -> None:
-    count = min(count, len(lengths))
-    given = {"lengths": torch.tensor(lengths)}
-    plan = ByTokens(None, "lengths", ()).plan((), given, count, True)
-    assert plan is not None
-    assert plan.count == count
-    check_plan(plan, lengths)
-    ranked = sorted(max(1, length) for length in lengths)
-    best = min(
-        max((end - first) * ranked[end - 1] for first, end in itertools.pairwise([0, *cuts, len(ranked)]))
-        for cuts in itertools.combinations(range(1, len(ranked)), count - 1)
-    )
-    assert max(plan.tokens) == best
-    cap = max(ranked) + more
-    capped = ByTokens(cap, "lengths", ()).plan((), given, 1, False)
-    assert capped is not None
-    assert max(capped.tokens) <= cap
-    check_plan(capped, lengths)
-
-
-def check_plan(plan: LengthPlan, lengths: list[int]) -> None:
-    assert sorted(row for rows in plan.rows for row in rows) == list(range(len(lengths)))
-    for rows, width in zip(plan.rows, plan.widths, strict=True):
-        assert width == max(1, max(lengths[row] for row in rows))
-    assert torch.equal(torch.cat(plan.index)[plan.inverse], torch.arange(len(lengths)))
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import ModelError, UsageError
-from penstock.schedule import Schedule, build, lower, verify
-from penstock.schedule.lowering.gather import gather
 
 
 def assert_close(found: nn.Module, wanted: dict[str, Tensor]) -> None:
@@ -224,21 +222,6 @@ def test_rows_that_are_not_in_front_are_refused() -> None:
     pipe = penstock.GPipe(model, balance=[2, 2], chunks=2, batch_options=EXACT)
     with pytest.raises(ModelError, match="dimension 0 is not that of the 5 rows"):
         pipe(batch(0)[0])
-
-
-def test_the_pass_moves_sends_and_stays_proved() -> None:
-    def words(program: Schedule) -> list[str]:
-        return [" ".join(str(action) for action in row if action is not None) for row in program.rows]
-
-    plain = lower(build("gpipe", 3, 2))
-    rows = words(gather(plain, [1]))
-    assert rows[1].replace("1RECV_F0 1RECV_F1 ", "").startswith("1F0 1F1 1SEND_F0 1SEND_F1")
-    assert rows[1].endswith("1B0 1B1 1SEND_B0 1SEND_B1")
-    assert rows[::2] == words(plain)[::2]
-    for ranks in (2, 3, 4):
-        for microbatches in (1, 2, 5):
-            verify(gather(lower(build("gpipe", ranks, microbatches)), range(ranks)))
-            verify(gather(lower(build("looped-bfs", ranks, microbatches, 2)), range(2 * ranks)))
 
 
 def test_conversion_options_and_parity_are_clear() -> None:

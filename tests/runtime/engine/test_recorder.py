@@ -132,7 +132,7 @@ def test_clocks_of_several_hosts_are_aligned_within_the_stated_error() -> None:
 def on_two_hosts() -> Timeline:
     """Two processes that say they are on different hosts, one of them with a clock that is an hour ahead."""
     from penstock.parallel.group import world
-    from penstock.runtime.engine import executor, mailbox, recorder
+    from penstock.runtime.engine import computations, executor, recorder
 
     rank = torch.distributed.get_rank()
 
@@ -140,7 +140,7 @@ def on_two_hosts() -> Timeline:
         return time.perf_counter() + 3600.0 * rank
 
     world.host_name = lambda: f"host {rank}"
-    mailbox.perf_counter = executor.perf_counter = recorder.perf_counter = clock
+    computations.perf_counter = executor.perf_counter = recorder.perf_counter = clock
     recorder.offsets.__defaults__ = (clock,)
     result = on_gloo(True)
     assert isinstance(result, Timeline)

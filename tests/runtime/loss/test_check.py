@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -183,6 +184,35 @@ def test_the_state_of_a_loss_is_that_of_its_own_calls() -> None:
     assert found[0][1:3] == found[1][1:3] == (M, [3, 3, 2])
     assert torch.equal(found[0][3], found[1][3])
     close(found[0][0], found[1][0])
+
+
+class Keeping(nn.Module):
+    """Keeps its terms, as one does to log them; one compares rows with each other."""
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.terms = {"error": (output - target).square().mean(), "drift": (output - target).mean(0).square().sum()}
+        return self.terms["error"] + self.terms["drift"]
+
+
+def test_a_loss_that_keeps_its_terms_is_asked_all_the_same() -> None:
+    """They have a graph, so that it could not be copied, and was not asked."""
+    x, y, _ = batch(9)
+    with pipeline(Keeping()) as pipe:
+        assert "taken together" in refused(pipe, x, target=y)
+
+
+class Logging(nn.MSELoss):
+    """Holds what nobody can copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_a_loss_that_cannot_be_copied_warns_that_it_is_not_asked() -> None:
+    x, y, _ = batch(9)
+    with pipeline(Logging()) as pipe, pytest.warns(UserWarning, match=r"could not be checked: it cannot be copied \("):
+        pipe.step(x, target=y)
 
 
 @pytest.mark.parametrize("source", ["torch", "python"])

@@ -80,8 +80,11 @@ def test_terms_of_single_rows_are_one_with_what_they_have_in_common() -> None:
     assert len(form.terms) == 4
     assert [term.value(numbers) for term in form.terms_of(ROWS)] == [1 / 5]  # type: ignore[arg-type]
     assert form.terms_of(3) == form.terms, "these are no rows"
-    (lone,) = read(torch.stack([output[0].sum() / 2]).sum() / 5, output)[0].terms_of(1)
-    assert math.isnan(lone.value(numbers)), "nobody knows which of the divisors is the row's own"  # type: ignore[arg-type]
+    row = output[0].sum() / 2
+    for loss, wanted in ((torch.stack([row]).sum() / 5, 1 / 5), (sum([row]) / 5, 1 / 5), (row / 5, math.nan)):
+        form, numbers = read(loss, output)
+        found = [term.value(numbers) for term in form.terms_of(1)]  # type: ignore[arg-type]
+        assert found == pytest.approx([wanted], nan_ok=True), "nan: nobody knows which of the divisors is the row's own"
 
 
 def test_numbers_are_those_of_each_loss_although_its_graph_is_analysed_once() -> None:

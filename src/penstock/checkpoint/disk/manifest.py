@@ -32,6 +32,7 @@ from typing import Any
 
 from penstock.errors import CheckpointError, UsageError
 from penstock.reading import MOST_BYTES, check_like, read_json
+from penstock.rules import is_float
 
 MANIFEST = "manifest.json"
 INDEX = "index.json"
@@ -153,7 +154,7 @@ def _origin(value: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _score(value: Any) -> float | None:
-    if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+    if value is not None and not (is_float(value) and math.isfinite(value)):
         raise ValueError(f"score is {str(value)[:40]}, not a finite number")
     return None if value is None else float(value)
 

@@ -145,7 +145,8 @@ class _Restoring:
         self._before: list[tuple[Any, Any]] = []
         self._plains: list[dict[str, Any]] = contents.index["processes"]
         first = self._plains[0]
-        check_like(clock := [first["clock"][name] for name in ("seed", "step", "evaluations")], [0], "clock")
+        clock = [first["clock"][name] for name in ("seed", "step", "evaluations")]
+        check_like(clock, [0], contents.path / INDEX, "clock")
         self._clock = [int(each) for each in clock]
         self._extra = first["extra"]
         self._joined = _joined(self._plains)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from penstock.checkpoint.load.optimizer_state import state_faults, state_of
 from penstock.checkpoint.load.reading import CheckpointContents
 from penstock.checkpoint.named_tensors import (
     AVERAGE,
@@ -150,7 +151,7 @@ class OptimizerFit:
         wrong: list[str] = []
         for optimizer in optimizers:
             for number, group in enumerate(optimizer.param_groups):
-                wrong += self._fit(number, group)
+                wrong += self._fit(optimizer, number, group)
         if wrong:
             raise CheckpointError(_listed(f"{path} does not fit the optimizer", wrong), path=path)
 
@@ -158,7 +159,7 @@ class OptimizerFit:
         owned = [parameter for parameter in group["params"] if parameter is not self._nothing]
         return [(name_of(parameter, self._names, number), parameter) for parameter in owned]
 
-    def _fit(self, number: int, group: dict[str, Any]) -> list[str]:
+    def _fit(self, optimizer: torch.optim.Optimizer, number: int, group: dict[str, Any]) -> list[str]:
         members = self._members(group, number)
         missing = [name for name, _ in members if name not in self._by_name]
         if missing:
@@ -175,11 +176,17 @@ class OptimizerFit:
             if each is not found[0] and not same(each[1], found[0][1])
         ]
         saved, options = found[0]
-        own = {name: value for name, value in group.items() if name != "params" and not isinstance(value, Tensor)}
-        check_like({name: value for name, value in options.items() if not isinstance(value, Tensor)}, own, "options")
+        # Switches, such as which implementation, may be None as well as True or False.
+        stated = {key: value for key, value in options.items() if value is not None or type(group.get(key)) is not bool}
+        check_like(_without_tensors(stated), _without_tensors(group), self._contents.path, "options")
         self._settings.append((group, saved["options"]))
+        due = state_of(optimizer, group, members[0][1]) if members else {}
         for name, parameter in members:
-            for entry in self._state.get(name, {}).values():
+            faults = list(
+                state_faults(name, self._state.get(name), due, tuple(parameter.shape), self._contents.tensors)
+            )
+            wrong += faults
+            for entry in () if faults else self._state.get(name, {}).values():
                 key = entry.get(TENSOR, "") if isinstance(entry, dict) else ""
                 if key.startswith(f"optimizer.{name}."):
                     self.targets[key] = _room_for(key, self._contents.tensors[key], parameter, options)
@@ -204,6 +211,10 @@ class OptimizerFit:
             return tensor(key) if key in self.targets else tensor(key).to(parameter.device)
 
         return decode(entry, beside)
+
+
+def _without_tensors(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if not isinstance(value, Tensor)}
 
 
 def _room_for(key: str, saved: Mapping[str, Any], parameter: Tensor, options: Mapping[str, Any]) -> Tensor:

@@ -134,7 +134,7 @@ class ForwardCall:
         self._run(0, inputs)
         last = calls.ranks.last
         assert last is not None
-        outputs: list[Any] = last.computations.output()
+        outputs: list[Any] = last.computations.outputs.take()
         if calls.ranks.thread_randomness.draw:
             torch.rand((), device="cpu")  # the next call shall have other random numbers
         calls.ranks.end_batch()

@@ -11,9 +11,9 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from penstock.compat.pipelining.errors import InvalidAction, InvalidOrder
-from penstock.errors import NotationError, PeerFailure, RunError, ScheduleError, UsageError
+from penstock.errors import NotationError, PeerFailure, ScheduleError, UsageError
 from penstock.runtime.engine.handlers import Context
-from penstock.schedule import Action, Schedule, verify
+from penstock.schedule import Action, Op, Schedule, verify
 
 ROWS_AROUND = 6  # rows of the grid before the failing one, and after it
 PAIR = -1  # the stage of an overlapped pair: its halves have stages
@@ -56,6 +56,12 @@ class _Action(NamedTuple):
 
     def __repr__(self) -> str:
         return str(self)
+
+    @property
+    def is_compute_op(self) -> bool:
+        """No transfer and nothing about shards."""
+        op = Op[str(self.computation_type)]
+        return op.is_compute or op.is_pair
 
     @staticmethod
     def from_str(action_string: str) -> _Action | None:
@@ -107,16 +113,14 @@ def schedule_of(orders: Orders, microbatches: int | None, name: str, *, full_bac
 
 
 def _format_pipeline_order(pipeline_order: Orders, error_step_number: int | None = None) -> str:
-    """Draw an order, as torch's own tests and scripts ask for it."""
+    """Draw the order as a grid: a row per time step, a column per rank, under the rank's own number."""
     return grid(pipeline_order, error_step_number) + "\n"
 
 
 def grid(
     orders: Orders, error_step: int | None = None, error_rank: int | None = None, around: int | None = None
 ) -> str:
-    """Draw an order as a grid: a row per time step, a column per rank, under the rank's own number.
-
-    The failing step's row is marked, and in it the failing rank's cell, as `[1F0]`.
+    """Draw an order. The failing step's row is marked, and in it the failing rank's cell, as `[1F0]`.
 
     `around` leaves all rows out but so many before and after the failing step.
     """
@@ -208,16 +212,6 @@ class _PipelineContext:
 
     def compute(self, action: _Action) -> None:
         self._context.compute(Action.parse(str(action)))
-
-    def loss(self, microbatch_index: int) -> Any:
-        """Return the loss that the forward of this microbatch has computed."""
-        known = self._context.losses
-        if microbatch_index not in known:
-            raise RunError(
-                f"Loss for microbatch {microbatch_index} is not available. Available losses for microbatches: "
-                f"{sorted(known)}"
-            )
-        return known[microbatch_index]
 
     @property
     def _context(self) -> Context:

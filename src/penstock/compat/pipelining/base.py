@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from penstock.compat.pipelining.actions import check_sizes, failures_in_grid, orders_of
+from penstock.compat.pipelining.chunks import CustomFunctions
 from penstock.compat.pipelining.errors import ArgumentTypeError
 from penstock.compat.pipelining.microbatch import as_arguments, batch_dims, check_specs, one_each
 from penstock.compat.pipelining.order import Ordered
@@ -34,7 +35,7 @@ StepArguments = tuple[Sequence[Any], Mapping[str, Any], Any]  # positional and k
 Microbatched = tuple[list[Any] | None, list[Any] | None, list[Any] | None]  # the same, one per microbatch
 
 
-class _PipelineSchedule(Ordered):
+class _PipelineSchedule(Ordered, CustomFunctions):
     """Stages and an order; the first step makes the pipeline. `options` are further arguments of `Pipeline`."""
 
     def __init__(
@@ -52,7 +53,8 @@ class _PipelineSchedule(Ordered):
         if loss_fn is not None and not callable(loss_fn):
             raise UsageError(f"loss_fn={loss_fn!r}: pass a function of (output, target), such as F.mse_loss")
         check_specs(*specs[:2])
-        super().__init__(own)
+        Ordered.__init__(self, own)
+        CustomFunctions.__init__(self)
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
         self._args_chunk_spec, self._kwargs_chunk_spec, self._output_merge_spec = specs
@@ -200,6 +202,19 @@ class _PipelineSchedule(Ordered):
         split = (arg_mbs, kwarg_mbs, target_mbs)
         return self._run("eval", (args, kwargs, target), split, losses, loss_kwargs, True)
 
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a step on microbatches that are split already."""
+        split = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
+        return self.step(losses=losses, return_outputs=return_outputs, loss_kwargs=loss_kwargs, **split)
+
     def _trains(self) -> bool:
         """Return whether `step` has a backward."""
         return self._loss_fn is not None and (self.family is None or FAMILIES[self.family].trains)
@@ -214,6 +229,7 @@ class _PipelineSchedule(Ordered):
         return_outputs: bool,
     ) -> Any:
         pipe, training = self.pipeline, call == "step" and self._trains()
+        self.backward_counter.clear()
         for stage in self._all_stages:
             stage.has_backward = training
             stage.clear_runtime_states()

@@ -112,6 +112,8 @@ class Ordered:
             self.pipeline_order, self._with_comms = actions, None
         self._tell_stages(dict(enumerate(schedule.placement)))
 
+    _load_actions = _prepare_schedule_with_comms  # Its older name.
+
     def _dump_csv(self, filename: str, format: Format = "compute_comms") -> None:
         """Write the order, in the dialect that torch and `penstock` read."""
         schedule = self._schedule()

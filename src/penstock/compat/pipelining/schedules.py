@@ -14,6 +14,7 @@ from penstock.compat.pipelining.actions import (
     check_order,
 )
 from penstock.compat.pipelining.base import _PipelineSchedule
+from penstock.compat.pipelining.chunks import _wait_batch_p2p
 from penstock.compat.pipelining.stage import _PipelineStageBase
 from penstock.errors import UsageError
 
@@ -35,6 +36,7 @@ __all__ = [
     "_ScheduleForwardOnly",
     "_format_pipeline_order",
     "_validate_schedule",
+    "_wait_batch_p2p",
     "get_schedule_class",
 ]
 
@@ -42,6 +44,9 @@ FORWARD, FULL_BACKWARD = _ComputationType.FORWARD, _ComputationType.FULL_BACKWAR
 BACKWARD_INPUT, BACKWARD_WEIGHT = _ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT
 OVERLAP_F_B = _ComputationType.OVERLAP_F_B
 UNSHARD, RESHARD, REDUCE_GRAD = _ComputationType.UNSHARD, _ComputationType.RESHARD, _ComputationType.REDUCE_GRAD
+SEND_F, RECV_F = _ComputationType.SEND_F, _ComputationType.RECV_F
+SEND_B, RECV_B = _ComputationType.SEND_B, _ComputationType.RECV_B
+F, I, W, B = FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FULL_BACKWARD
 
 
 class PipelineScheduleSingle(_PipelineSchedule):

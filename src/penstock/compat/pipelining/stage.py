@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from penstock.compat.pipelining.chunks import ByChunk
 from penstock.compat.pipelining.errors import TooManyRanks
 from penstock.errors import ModelError, UsageError
 from penstock.model.original.wrappers import FSDP, wrappings
@@ -29,7 +30,7 @@ from penstock.runtime.messages.collective import all_gather
 DTENSOR_MODULE = "torch.distributed.tensor"  # slow to import; who has made a DTensor has imported it
 
 
-class _PipelineStageBase:
+class _PipelineStageBase(ByChunk):
     """What schedules know of a stage, made by hand or cut from a model."""
 
     pipe: Any = None  # the Pipe that it was cut from

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from penstock.compat.pipelining.actions import _of, _PipelineContext
+from penstock.compat.pipelining.chunks import Running
 from penstock.compat.pipelining.errors import ArgumentTypeError
 from penstock.compat.pipelining.microbatch import merge_chunks, present
 from penstock.compat.pipelining.stage import _PipelineStageBase
@@ -129,7 +130,14 @@ def custom_handler(schedule: Any, function: Callable[[Any, Any], None]) -> Handl
         torch_context = _PipelineContext(
             schedule, batch.args, batch.kwargs, batch.targets, [losses[number] for number in sorted(losses)], context
         )
-        function(_of(action), torch_context)
+        running = Running(action, context)
+        for stage in schedule._all_stages:
+            stage.running = running
+        try:
+            function(_of(action), torch_context)
+        finally:
+            for stage in schedule._all_stages:
+                stage.running = None
 
     return handler
 

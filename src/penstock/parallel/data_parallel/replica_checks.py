@@ -118,7 +118,7 @@ class ReplicaChecks:
                 f"load states, change parameters and step the optimizer alike on every rank"
             )
         samples = [each for each in found if each is not None]
-        if any(not _alike(samples[0], other) for other in samples[1:]):
+        if any(not samples_alike(samples[0], other) for other in samples[1:]):
             listed = "; ".join(f"replica {number}: {each[1][:3]}" for number, each in enumerate(samples))
             raise UsageError(
                 f"{samples[0][0]} has other values in other replicas ({listed}, ...), so they train apart; load "
@@ -137,20 +137,20 @@ class ReplicaChecks:
         fingerprinted = self._executor.fingerprinted
         given = {} if fingerprinted is None else fingerprinted.details()
         reports = self._shards.exchange(((given, self._loads), norms))
-        fault = _other_batches([seen for seen, _ in reports]) or _other_gradients([norms for _, norms in reports])
+        fault = other_batches([seen for seen, _ in reports]) or other_gradients([norms for _, norms in reports])
         faults = [each for each in self._executor.transport.exchange(fault) if each is not None]
         if faults:
             raise ModelError(faults[0])
         self._first = False
 
 
-def _alike(one: tuple[str, list[float], float], other: tuple[str, list[float], float]) -> bool:
+def samples_alike(one: tuple[str, list[float], float], other: tuple[str, list[float], float]) -> bool:
     if one[0] != other[0]:
         return True  # One of them has tried the step once more.
     return alike(one[1], other[1], one[2])
 
 
-def _other_batches(seen: Sequence[Any]) -> str | None:
+def other_batches(seen: Sequence[Any]) -> str | None:
     given = [each for each, _ in seen]
     alone = {name for each in given for name in each} - set.intersection(*map(set, given))
     if not alone and len({loads for _, loads in seen}) == 1 and not different_batches(given):
@@ -162,7 +162,7 @@ def _other_batches(seen: Sequence[Any]) -> str | None:
     )
 
 
-def _other_gradients(reports: Sequence[dict[str, float]]) -> str | None:
+def other_gradients(reports: Sequence[dict[str, float]]) -> str | None:
     for name in dict.fromkeys(name for each in reports for name in each):
         norms = [each.get(name, 0.0) for each in reports]
         if not all(math.isclose(norms[0], other, rel_tol=1e-3, abs_tol=1e-12) for other in norms):

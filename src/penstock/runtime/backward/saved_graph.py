@@ -66,7 +66,7 @@ class SavedGraph:
         self.extra: list[GradientEdge] = []
         self.deferred: DeferredWeights | None = None
         # Runs the forward again where its graph was thrown away.
-        self.recompute: Callable[[], None] | None = None
+        self.recompute: Callable[[SavedGraph], None] | None = None
         self.gathered: GatheredForward | None = None  # Set where it is of all microbatches in one.
 
     def end_forward(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +12,39 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError
 from penstock.runtime.batch.microbatch import dims_of_leaves
+from penstock.runtime.state.ownership import Watched, check_unwritten, versions
+from penstock.runtime.transport.handover import alias
 
 PAD = "pad them to one size in the model, or take them as a list with BatchOptions(dims={'output': None})"
+
+
+class KeptOutputs:
+    """The outputs of a step's microbatches, kept as they were made until they are joined."""
+
+    def __init__(self) -> None:
+        self._outputs: dict[int, Any] = {}  # By microbatch.
+        self._watched: dict[int, Watched] = {}
+        self._joined: Any = None
+
+    def keep(self, microbatch: int, output: Any, attached: bool) -> None:
+        """Keep the output of one microbatch; `attached`: with the graph behind it."""
+        kept = pytree.tree_map(alias, output) if attached else pytree.tree_map_only(Tensor, Tensor.detach, output)
+        self._outputs[microbatch], self._watched[microbatch] = kept, versions(kept)
+
+    def join(self, join: Callable[[list[Any]], Any]) -> None:
+        """Make one of all outputs; raise if one is not as it was when it was made."""
+        for microbatch, watched in self._watched.items():
+            check_unwritten(
+                f"the output of microbatch {microbatch}", watched, "by a later one, since both are in the same memory"
+            )
+        if self._outputs:
+            self._joined = join([self._outputs[number] for number in sorted(self._outputs)])
+        self._outputs, self._watched = {}, {}
+
+    def take(self) -> Any:
+        """Return what was made of all outputs, if any were kept, and forget it."""
+        found, self._joined = self._joined, None
+        return found
 
 
 def merge(outputs: Sequence[Any], dim: Any = 0, remedy: str = PAD) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
@@ -32,11 +32,10 @@ from penstock.errors import MessageError, PeerFailure, RunError
 from penstock.runtime.batch.comparison import Readers
 from penstock.runtime.batch.fingerprint import FingerprintedBatch
 from penstock.runtime.engine.action_log import LOG, log_program, logged
-from penstock.runtime.engine.computations import Computations
+from penstock.runtime.engine.computations import Computations, Mailbox
 from penstock.runtime.engine.handlers import Context, Handler
-from penstock.runtime.engine.mailbox import ActionWait, Mailbox
 from penstock.runtime.engine.prepared_program import Entry, PreparedProgram, prepare
-from penstock.runtime.engine.recorder import DeviceClock, WallStart
+from penstock.runtime.engine.recorder import ActionWait, DeviceClock, WallStart
 from penstock.runtime.engine.replication import Replication
 from penstock.runtime.engine.report import EndedStep, StepReport, failure_of, note_steps
 from penstock.runtime.engine.stage import Stage, enter_backward
@@ -149,29 +148,28 @@ class Executor:
         prepared, report = self._begin(program, wall_start)
         failure: PeerFailure | None = None
         own: BaseException | None = None
-        outer, holds = NOW.own, self.transport.holds_interrupts
+        outer, holds, news = NOW.own, self.transport.holds_interrupts, self.transport.news
         try:
             try:
                 try:  # Ctrl-C is raised in here, and no longer where something is made of what was raised.
                     if holds:
                         CTRL_C.go("open")
-                    if isinstance(step_input, Refused):
-                        raise step_input.error
-                    self._run_program(prepared, step_input, report)
+                    entries = self._make_ready(prepared, step_input, report)
+                    for position, (function, first, second) in enumerate(entries):
+                        self._position = position
+                        if news:
+                            raise copy(news[0])
+                        if CTRL_C.state is DUE:
+                            CTRL_C.raise_due()
+                        function(first, second)
+                    self._complete(prepared, report)
                 finally:
                     if holds:
                         CTRL_C.go("close")
                     if NOW.own is not outer:  # Ctrl-C came as a stage was about to leave its phase.
                         enter_backward(outer)
-            except PeerFailure as error:
-                failure = copy(error)  # without the frames that it came through, which hold tensors
-            except MessageError as error:
-                note_steps(error, report.steps)
-                own, failure = error, self._describe(error)
-                self.transport.abort(failure)
             except BaseException as error:  # whatever it is, the peers must hear of it; it is raised with the reports
-                lost = self.replication.explain(error)
-                own, failure = error, self._describe(error) if lost is None else lost
+                failure, own = self._explain(error, report)
             if holds and CTRL_C.state is CUT:
                 self.transport.abort(stopped_by_force(self.rank))
             return self._end(report, failure, own)
@@ -192,8 +190,12 @@ class Executor:
         self._position, self._failed, self._ready, self._running = 0, None, False, True
         return prepared, report
 
-    def _run_program(self, prepared: PreparedProgram, step_input: StepInput, report: StepReport) -> None:
-        """Everything of a step that may fail: the actions of the program one by one, and what they make together."""
+    def _make_ready(
+        self, prepared: PreparedProgram, step_input: StepInput | Refused, report: StepReport
+    ) -> Sequence[Entry]:
+        """Take the step's input, open the program's channels, and return its actions, ready to run."""
+        if isinstance(step_input, Refused):
+            raise step_input.error
         computations = self.computations
         self.fingerprinted, self.readers = step_input.fingerprinted, step_input.readers
         computations.begin(step_input)
@@ -202,10 +204,11 @@ class Executor:
                 other.entries.clear()
         if not prepared.entries:
             prepared.entries.extend(map(self._entry, prepared.actions))
-            prepared.receives = Counter(map(self.mailbox.channel, filter(_is_receive, prepared.actions)))
+            receives = Counter(map(self.mailbox.channel, filter(_is_receive, prepared.actions)))
+            prepared.receives = [(self.mailbox.ends.receiving(channel), count) for channel, count in receives.items()]
         self._ready = True
-        for channel, receives in prepared.receives.items():
-            self.mailbox.ends.receiving(channel).expect(receives)
+        for end, count in prepared.receives:
+            end.expect(count)
         entries = prepared.entries
         if LOG.isEnabledFor(DEBUG):
             log_program(prepared.program, self.rank)
@@ -214,15 +217,11 @@ class Executor:
             report.spans = [] if report.wall_start else None
             self._clock = DeviceClock(self.device) if report.wall_start and on_accelerator(self.device) else None
             entries = list(self._timed(entries))
-        news = self.transport.news
-        for position, (function, first, second) in enumerate(entries):
-            self._position = position
-            if news:
-                raise copy(news[0])
-            if CTRL_C.state is DUE:
-                CTRL_C.raise_due()
-            function(first, second)
-        self._position = len(entries)
+        return entries
+
+    def _complete(self, prepared: PreparedProgram, report: StepReport) -> None:
+        """End the program once its last action has run: all has left this rank, and what the actions made is joined."""
+        self._position = len(prepared.actions)
         left_out = next((each for each in prepared.for_handlers if each not in self.run_by_handlers), None)
         if left_out is not None:
             self._failed = left_out
@@ -233,7 +232,7 @@ class Executor:
         if report.spans is not None and self._clock is not None:
             report.spans += self._clock.spans(self.rank)
         report.ended = perf_counter()
-        computations.end_step()
+        self.computations.end_step()
 
     def _end(self, report: StepReport, failure: PeerFailure | None, own: BaseException | None) -> EndedStep:
         """All that is left of a step to do on this rank, however it went."""
@@ -324,6 +323,17 @@ class Executor:
 
     # -- failing
 
+    def _explain(self, error: BaseException, report: StepReport) -> tuple[PeerFailure, BaseException | None]:
+        """Return the failure that the other ranks are told, and the error itself where it is of this rank."""
+        if isinstance(error, PeerFailure):
+            return copy(error), None  # The copy is without the frames that it came through, which hold tensors.
+        if isinstance(error, MessageError):
+            note_steps(error, report.steps)
+            failure = self._describe(error)
+            self.transport.abort(failure)
+            return failure, error
+        return self.replication.explain(error) or self._describe(error), error
+
     def _describe(self, error: BaseException) -> PeerFailure:
         return failure_of(self.rank, error, self._failed or self.where())
 
@@ -370,7 +380,7 @@ class Executor:
                     self.transport.send_failure(channel, action.microbatch, failure)
             elif action.microbatch not in ends.receiving(channel).posted:
                 self.transport.post(channel, action.microbatch)
-        for channel, microbatch in self.mailbox.pending:
+        for channel, microbatch in ends.pending:
             self.transport.discard(channel, microbatch)
 
 

@@ -59,12 +59,12 @@ class Context:
         Their memory is still read, and must not be written to. Where a send copies at once, as between processes of
         one host, there are none.
         """
-        return tuple(self._executor.mailbox.sends)
+        return tuple(self._executor.mailbox.ends.under_way)
 
     @property
     def transfers(self) -> tuple[tuple[int, int], ...]:
         """Receives under way: (channel, microbatch), oldest first."""
-        return tuple(self._executor.mailbox.pending)
+        return tuple(self._executor.mailbox.ends.pending)
 
     def fetch(self, action: Action) -> None:
         """Wait until everything that the computes of `action` need is on this rank.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.runtime.transport.channel import Incoming
 from penstock.schedule import Action, Op, Schedule
 
 Entry = tuple[Callable[[Any, Any], Any], Any, Any]  # an action, ready to run: a function and its two arguments
@@ -22,7 +23,7 @@ class PreparedProgram:
     for_handlers: list[Action]  # computes that users' handlers have to run
     done: str  # where a rank is that has run all of it, in words
     entries: list[Entry] = field(default_factory=list)  # of the actions, once the program's channels are open
-    receives: Mapping[int, int] = field(default_factory=dict)  # how many there are, by the number of their channel
+    receives: Sequence[tuple[Incoming, int]] = ()  # The ends that receive, and how many times in a step.
 
 
 def prepare(program: Schedule, rank: int, handlers: Collection[Op]) -> PreparedProgram:

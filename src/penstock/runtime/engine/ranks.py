@@ -23,8 +23,8 @@ from penstock.model.original.changes import Changes
 from penstock.model.part import StagePart
 from penstock.model.staged_model import StagedModel
 from penstock.runtime.backward.saved_graph import own_by_hook
+from penstock.runtime.engine.computations import Mailbox
 from penstock.runtime.engine.executor import Executor
-from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.rank_threads import GeneratorTimeout, RankThreads
 from penstock.runtime.engine.recorder import WallStart
 from penstock.runtime.engine.report import StepReport

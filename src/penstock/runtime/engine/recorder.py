@@ -19,14 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.optim import optimizer as optimizers
 
-from penstock.devices import mark
+from penstock.devices import BOOT, mark
 from penstock.schedule import Action, Timeline
 from penstock.schedule.timing.timeline import Span, Wall
 
@@ -35,7 +34,26 @@ if TYPE_CHECKING:
     from penstock.runtime.transport import Transport
 
 ROUNDS = 16
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # ranks with the same one share the monotonic clock
+
+
+class ActionWait:
+    """How long the action that runs has waited for messages, and when its last wait ended.
+
+    `mark` records an event on the device, where kernels of the action come after what its stream waits for.
+    """
+
+    def __init__(self, mark: Callable[[], torch.Event] | None = None) -> None:
+        self.seconds = 0.0
+        self.ended = 0.0
+        self.mark = mark
+        self.event = None if mark is None else mark()
+
+    def add(self, begin: float, end: float) -> None:
+        """Count one wait."""
+        self.seconds += end - begin
+        self.ended = end
+        if self.mark is not None:
+            self.event = self.mark()
 
 
 class WallStart(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,25 @@ class StageInput(NamedTuple):
     def _mapped(self, of_leaf: Callable[[Any], Any]) -> StageInput:
         arrived, args, kwargs = pytree.tree_map(of_leaf, (dict(self.arrived), self.args, dict(self.kwargs)))
         return self._replace(arrived=arrived, args=args, kwargs=kwargs)
+
+
+class StageHooks(Protocol):
+    """What stages need around each computation where their parameters are sharded or their tensors are spread."""
+
+    def before(self, stage: int) -> None:
+        """The stage is about to compute: wait until its parameters are complete."""
+
+    def after(self, stage: int) -> None:
+        """The stage has new gradients."""
+
+    def pack(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        """Values that leave a stage, by the stage they are for, in a form that may travel."""
+
+    def unpack(self, values: Mapping[int, Any]) -> dict[int, Any]:
+        """Values that have arrived, as the stage emitted them."""
+
+    def full(self, value: Any) -> Any:
+        """An output as the user gets to see it."""
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -161,7 +180,8 @@ class Stage:
         self._state.after(before)
         precision = self.precision
 
-        def again() -> None:
+        # The graph is handed in: one that this function held would keep itself alive, and all that arrived with it.
+        def again(graph: SavedGraph) -> None:
             self.precision = precision
             what = f"what stage {self.part.index} was given for microbatch {stage_input.microbatch}"
             check_unwritten(what, watched, "between its forward and its recomputation, by its maker or the user")
@@ -249,7 +269,7 @@ class Stage:
                 f"stage {self.part.index} cannot run the backward of microbatch {microbatch}: its forward has not run"
             )
         if graph.recompute is not None:
-            graph.recompute()
+            graph.recompute(graph)
         if split_backward and graph.deferred is not None:
             graph.deferred.begin_input()
             self._waiting[microbatch] = graph.deferred

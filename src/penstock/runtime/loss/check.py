@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pickle import PickleError
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -47,6 +48,10 @@ Kind = tuple[Form | None, Names | None, *tuple[str, ...]]  # of a loss: what it 
 
 class CannotJoinError(Exception):
     """Two microbatches that cannot be joined."""
+
+
+class CannotCopyError(CannotJoinError):
+    """A loss that cannot be called without a trace."""
 
 
 class DrawsError(CannotJoinError):
@@ -144,7 +149,7 @@ class StepCheck:
             weighing.draws, self._due, self._before = True, set(), None
             weighing.cannot_tell("it draws random numbers")
         except CannotJoinError as error:
-            if self._training and (form is None or not form.is_complete):
+            if self._training and (form is None or not form.is_complete or isinstance(error, CannotCopyError)):
                 weighing.cannot_tell(str(error))
 
     def _compare(self, one: _Given, two: _Given, kind: torch.dtype) -> None:
@@ -313,4 +318,11 @@ def _twin(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     module = module_of(loss_fn)
     if not isinstance(module, nn.Module):
         return loss_fn
-    return copy.deepcopy(loss_fn, {id(parameter): parameter for parameter in module.parameters()})
+    # What it keeps of its last call, such as a term to be logged, has a graph, which torch does not copy.
+    kept = [each for each in pytree.tree_leaves(list(map(vars, module.modules()))) if isinstance(each, Tensor)]
+    known = {id(tensor): tensor.detach().clone() for tensor in kept if tensor.grad_fn is not None}
+    known |= {id(parameter): parameter for parameter in module.parameters()}
+    try:
+        return copy.deepcopy(loss_fn, known)
+    except (*FAILURES, PickleError) as error:
+        raise CannotCopyError(f"it cannot be copied ({type(error).__name__}: {error})") from None

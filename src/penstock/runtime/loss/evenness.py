@@ -87,6 +87,9 @@ def term_counts(
     terms: Sequence[Term], counted: Mapping[int, Counted], numbers: Sequence[Number], measure: Any, by_rows: bool
 ) -> TermCounts:
     """Return one term of several losses, which may have other forms; `numbers` are those of one of them."""
+    if any(term.has_columns for term in terms):  # A column of which nothing counts may be divided by 1 for any rows.
+        rows = next(iter(counted.values())).rows
+        counted = {number: each for number, each in counted.items() if each.rows == rows}
     slack = max((_slack(numbers[by]) for by, _ in terms[0].factors), default=_slack(1.0))
     return TermCounts(
         counted,

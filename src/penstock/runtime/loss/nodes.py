@@ -12,6 +12,7 @@ from torch.autograd.function import BackwardCFunction
 
 NEGATIVE_LOG_LIKELIHOOD = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
 TAKEN = frozenset({"SelectBackward0", "UnbindBackward0"})  # one row, where it is along the first dimension
+JOINED = "CatBackward0"  # rows again
 MEAN, SUM = 1, 2  # torch's numbers for these reductions
 MOST = 64  # nodes of a graph that are looked at
 
@@ -27,7 +28,7 @@ def takes_row(node: Any, ends: set[Any]) -> bool:
         if type(node).__name__ in TAKEN and node._saved_dim == 0:
             return True
         below = [each for each, _ in node.next_functions if each is not None]
-        if len(below) != 1:
+        if len(below) != 1 or type(node).__name__ == JOINED:
             return False
         node = below[0]
     return False

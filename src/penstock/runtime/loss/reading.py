@@ -66,7 +66,9 @@ class Term(NamedTuple):
     is_weighted: bool = False  # by constants, each entry by its own, which may hold what it is divided by
     is_read: bool = True  # as a sum; of anything else only the factors are known, and not whether it is a mean
     is_of_row: bool = False  # of a single row, as a loop over rows makes them
+    above: int | None = None  # how many of the factors are of a sum of terms that it is a part of
     is_known: bool = True  # the factors are all there are
+    has_columns: bool = False  # some of the factors are those of columns
 
     def value(self, numbers: Sequence[float]) -> float:
         """Compute the factor of each entry that is summed."""
@@ -89,14 +91,16 @@ class Form:
     def terms_of(self, rows: float) -> tuple[Term, ...]:
         """Return the terms, where those of single rows are one: what each row is divided by is its own affair.
 
-        Its factors are what all rows are multiplied with; of a microbatch of one row nobody can tell which those are.
+        Its factors are what all rows are multiplied with; of a microbatch of one row, what stands above the loop's sum.
         """
         single = [term for term in self.terms if term.is_of_row]
         if not single or not rows or (len(single) % rows and not self.is_cut):
             return self.terms
         all_factors = zip(*(term.factors for term in single), strict=False)
         shared = tuple(each[0] for each in takewhile(lambda each: len(set(each)) == 1, all_factors))
-        together = single[0]._replace(factors=shared, is_known=len(single) > 1)
+        above = len(shared) if len(single) > 1 else single[0].above
+        is_one_loop = len(single) == rows or self.is_cut  # Several may have nothing in common.
+        together = single[0]._replace(factors=shared[:above], is_known=bool(above) and is_one_loop)
         return (*(term for term in self.terms if not term.is_of_row), together)
 
     def numbers(self, nodes: list[Any]) -> list[Number] | None:
@@ -183,6 +187,8 @@ class _At(NamedTuple):
     factors: Factors = ()
     is_summed: bool = False  # all of its entries are added up
     is_weighted: bool = False
+    above: int | None = None  # how many of the factors are above the last sum of terms
+    has_columns: bool = False  # among the factors
     columns: tuple[tuple[Any, Look, int], ...] = ()  # what columns are scaled by, if what follows is a sum over rows
 
 
@@ -232,10 +238,12 @@ class _Analysis:
             sizes = node._saved_self_sym_sizes if at.columns and is_of_rows else ()
             columns = at.columns if sizes[:1] == (self.rows,) else ()  # Each counts alike in all microbatches.
             factors = (*at.factors, *(self._factor(*each) for each in columns), *mean)
-            return [at._replace(node=below[0], factors=factors, is_summed=True, columns=())]
+            at = at._replace(has_columns=at.has_columns or bool(columns), columns=())
+            return [at._replace(node=below[0], factors=factors, is_summed=True)]
         is_joined = name == JOINED and at.is_summed and len(node._input_metadata[0].shape) == 1 and len(below) <= FEW
         if name in SAME or is_joined or (name in ADDED and (not at.is_summed or is_one(node))):
-            return [at._replace(node=each, columns=()) for each in below if each is not None]
+            above = at.above if name in SAME else len(at.factors)
+            return [at._replace(node=each, columns=(), above=above) for each in below if each is not None]
         if len(scaled) > 1:  # A parameter counts by what it is multiplied with, whatever that is.
             scaled = [by for by in scaled if by[0].name() != PARAMETER and (not self.ends or reaches(by[0], self.ends))]
         if at.is_summed and len(scaled) == 1 and is_many(scaled[0][1](node)):
@@ -278,7 +286,8 @@ class _Analysis:
             factors = tuple(by for by in factors if by[0] not in self.slopes)
         is_weighted &= not any(isinstance(self.numbers[by], Tensor) for by, _ in factors)
         is_of_row = likelihood is None and bool(self.ends) and takes_row(node, self.ends)
-        return Term(factors, likelihood, is_weighted=is_weighted, is_read=is_read, is_of_row=is_of_row)
+        found = Term(factors, likelihood, is_weighted=is_weighted, is_read=is_read)
+        return found._replace(is_of_row=is_of_row, above=at.above, has_columns=at.has_columns)
 
 
 def sums_rows(reading: Reading, nodes: list[Any], rows: int) -> bool:

@@ -139,7 +139,16 @@ def encode(value: Any, store_tensor: StoreTensor | None, place: Place, depth: in
     if isinstance(value, Action):  # An Action is a tuple, so it comes before them.
         return {"$action": str(value)}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, store_tensor, place, depth + 1)
+        pairs: list[Any] = []
+        counts = isinstance(value, Counter)
+        by_name = not counts
+        for key, entry in value.items():
+            by_name = by_name and type(key) is str and not key.startswith("$")
+            name = key if type(key) in _AS_THEY_ARE else encode(key, store_tensor, (place, _KEY, key), depth + 1)
+            if type(entry) not in _AS_THEY_ARE:
+                entry = encode(entry, store_tensor, (place, _ENTRY, key), depth + 1)
+            pairs.append([name, entry])
+        return dict(pairs) if by_name else {"$counter" if counts else "$dict": pairs}
     if not isinstance(value, (list, tuple, set, frozenset)):
         return _encode_other(value, store_tensor, place)
     if kind is list and {*map(type, value)} == {float} and all(map(math.isfinite, value)):
@@ -151,19 +160,6 @@ def encode(value: Any, store_tensor: StoreTensor | None, place: Place, depth: in
     if isinstance(value, list):
         return entries
     return {"$tuple" if isinstance(value, tuple) else "$set" if isinstance(value, set) else "$frozenset": entries}
-
-
-def _encode_mapping(value: Mapping[Any, Any], store_tensor: StoreTensor | None, place: Place, depth: int) -> Any:
-    pairs: list[Any] = []
-    counts = isinstance(value, Counter)
-    by_name = not counts
-    for key, entry in value.items():
-        by_name = by_name and type(key) is str and not key.startswith("$")
-        name = key if type(key) in _AS_THEY_ARE else encode(key, store_tensor, (place, _KEY, key), depth)
-        if type(entry) not in _AS_THEY_ARE:
-            entry = encode(entry, store_tensor, (place, _ENTRY, key), depth)
-        pairs.append([name, entry])
-    return dict(pairs) if by_name else {"$counter" if counts else "$dict": pairs}
 
 
 def _encode_other(value: Any, store_tensor: StoreTensor | None, place: Place) -> Any:

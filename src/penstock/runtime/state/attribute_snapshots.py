@@ -194,3 +194,26 @@ class AttributeSnapshots:
             return before
         box.deep = any(isinstance(one, Restorable) for one in box.captured)
         return value if isinstance(value, tuple) and not box.deep else box
+
+
+class TensorsAndAttributes(AttributeSnapshots):
+    """Attributes, with their tensors in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def _capture_tensor(self, key: Key, tensor: Tensor, before: Any) -> Any:
+        if is_trained(tensor) or tensor.requires_grad:  # or it belongs to a graph
+            return tensor
+        self.tensors.append(tensor)
+        return before if isinstance(before, _TensorOnly) and before.tensor is tensor else _TensorOnly(tensor)
+
+
+class _TensorOnly(Restorable):
+    """A tensor, whose contents are remembered elsewhere."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor

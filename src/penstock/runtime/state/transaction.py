@@ -5,30 +5,35 @@ Before a step, a look is taken at all that its computes may change: buffers (`te
 generator is put back after every step, see `randomness`; the numbers of the pipeline's own streams follow from the
 count of steps, which only a step that ends well moves.) After a failure all of it is put back: gradients that the step
 has made are dropped. Those that were there before are added to in place, and are copied beforehand: a sum that is kept
-apart and added at the end would be another sum. Replicas set them aside, so that nothing is copied. (`parameters` has
-both, and the hooks of parameters.)
+apart and added at the end would be another sum. Replicas set them aside, so that nothing is copied.
+
+Hooks that want complete gradients (`register_post_accumulate_grad_hook`: mostly an optimizer in the backward) are held
+during a step, and run once for each parameter when the step has ended well. Before that a gradient is not complete:
+more microbatches, other ranks' parts of tied weights, and replicas are still to be added. And what such a hook does,
+such as an update, could not be undone if the step fails.
 """
 
 from __future__ import annotations
 
 import inspect
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from penstock.errors import REBUILD, ModelError, PeerFailure, RunError, UsageError
 from penstock.model.original.placeholders import is_away
-from penstock.runtime.state.attribute_snapshots import AttributeSnapshots, Key, ModuleSnapshot, Restorable, is_trained
+from penstock.model.random_states import host_states, put_back_host
+from penstock.runtime.state.attribute_snapshots import ModuleSnapshot, TensorsAndAttributes
 from penstock.runtime.state.ownership import version_of
-from penstock.runtime.state.parameters import ParametersBefore
 from penstock.runtime.state.randomness import StepCounter
 from penstock.runtime.state.tensor_snapshots import LARGE_BYTES, Contents
+
+Hooks = dict[int, Callable[[Tensor], object]]  # of one parameter, by number
 
 
 def modules_of(function: Any) -> list[nn.Module]:
@@ -93,7 +98,7 @@ class Transaction:
                 rank.take(modules, gradients=training, copied=training and adds)
                 if training and runs_hooks:
                     rank.parameters.hold_hooks()
-            step, evaluations, others = self._counter.step, self._counter.evaluations, _other_generators()
+            step, evaluations, others = self._counter.step, self._counter.evaluations, host_states()
             try:
                 yield self
             except BaseException as error:
@@ -143,13 +148,13 @@ class Transaction:
                 f"restore: the model is not what it was; write to buffers in training mode only"
             )
 
-    def _undo(self, others: Callable[[], None], counts: tuple[int, int]) -> None:
+    def _undo(self, others: tuple[Any, Any], counts: tuple[int, int]) -> None:
         """To its end, also if Ctrl-C comes once more meanwhile; that is then raised."""
         self._counter.step, self._counter.evaluations = counts
         again: KeyboardInterrupt | None = None
         while True:
             try:
-                others()
+                put_back_host(others)
                 self._versions = {number: self._ranks[number].parameters.versions() for number in self._late()}
                 for number, rank in self._ranks.items():
                     rank.put_back()
@@ -209,7 +214,7 @@ class _RankState:
 
     def __init__(self) -> None:
         self._modules: Sequence[nn.Module] = ()
-        self._snapshots = _TensorsAndAttributes()
+        self._snapshots = TensorsAndAttributes()
         self._attributes: Mapping[int, ModuleSnapshot] = {}
         self._modes: list[tuple[nn.Module, bool]] = []
         self._tables: list[tuple[Any, dict[str, Tensor | None]]] = []
@@ -279,27 +284,75 @@ class _RankState:
         return list(dict.fromkeys(found)) or ["a tensor in a container"] * bool(lost)
 
 
-class _TensorsAndAttributes(AttributeSnapshots):
-    """Attributes, with their tensors in a list."""
+class ParametersBefore:
+    """The parameters of one rank as they were before a step."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.tensors: list[Tensor] = []
+        self._parameters: list[Tensor] = []
+        self._versions: list[int] = []  # of the parameters
+        self._gradients: list[tuple[Tensor, Tensor | None, int, Tensor | None]] = []  # with its version, and a copy
+        self._hooks: list[tuple[Tensor, Hooks, Hooks]] = []  # parameter, its hooks as torch has them, those held
 
-    def _capture_tensor(self, key: Key, tensor: Tensor, before: Any) -> Any:
-        if is_trained(tensor) or tensor.requires_grad:  # or it belongs to a graph
-            return tensor
-        self.tensors.append(tensor)
-        return before if isinstance(before, _TensorOnly) and before.tensor is tensor else _TensorOnly(tensor)
+    def take(self, parameters: list[Tensor], gradients: bool, copied: bool) -> None:
+        """Remember what the parameters have now."""
+        self._parameters = parameters
+        self._versions = [version_of(each) for each in parameters]
+        self._gradients = [_gradient(each, copied) for each in parameters] if gradients else []
+
+    def put_back(self) -> None:
+        """Give the parameters the gradients that they had."""
+        for parameter, gradient, version, copy in self._gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient
+            if gradient is not None and copy is not None and version_of(gradient) != version:
+                with torch.no_grad():
+                    gradient.copy_(copy)
+
+    def forget_gradients(self) -> None:
+        """Let go of the copies, which may be large."""
+        self._gradients = []
+
+    def versions(self) -> list[tuple[Tensor, int]]:
+        """Return the parameters, each with its version now."""
+        return [(parameter, version_of(parameter)) for parameter in self._parameters]
+
+    def have_hooks(self) -> bool:
+        """Return whether any of the parameters has a hook that wants its complete gradient."""
+        return bool(self._hooks) or any(parameter._post_accumulate_grad_hooks for parameter in self._parameters)
+
+    def hold_hooks(self) -> None:
+        """Take the hooks that want complete gradients away from their parameters."""
+        for parameter in self._parameters:
+            hooks: Hooks | None = parameter._post_accumulate_grad_hooks
+            if hooks:
+                self._hooks.append((parameter, hooks, dict(hooks)))
+                hooks.clear()
+
+    def release_hooks(self) -> list[Callable[[], object]]:
+        """Give the hooks back, and return the calls that are due: of parameters that have got a gradient."""
+        before = {id(parameter): then for parameter, *then in self._gradients}
+        due: list[Callable[[], object]] = []
+        for parameter, hooks, held in self._hooks:
+            registered_since = dict(hooks)
+            hooks.clear()
+            hooks.update({**held, **registered_since})
+            (gradient, version, _), now = before[id(parameter)], parameter.grad
+            if now is not None and (now is not gradient or version_of(now) != version):
+                due.extend(partial(hook, parameter) for hook in hooks.values())
+        self._hooks = []
+        return due
+
+    def written(self) -> list[Tensor]:
+        """Return the parameters that were written to since."""
+        pairs = zip(self._parameters, self._versions, strict=True)
+        return [parameter for parameter, version in pairs if version_of(parameter) != version]
 
 
-class _TensorOnly(Restorable):
-    """A tensor, whose contents are remembered elsewhere."""
-
-    __slots__ = ("tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+def _gradient(parameter: Tensor, copied: bool) -> tuple[Tensor, Tensor | None, int, Tensor | None]:
+    gradient = parameter.grad
+    if gradient is None:
+        return parameter, None, 0, None
+    return parameter, gradient, version_of(gradient), gradient.detach().clone() if copied else None
 
 
 def _all(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
@@ -313,19 +366,6 @@ def _all(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 def _is_same(table: Mapping[str, Any], entries: Mapping[str, Any]) -> bool:
     return list(table) == list(entries) and all(table[name] is entries[name] for name in entries)
-
-
-def _other_generators() -> Callable[[], None]:
-    """Those of Python and numpy, which stages may draw from; puts them back."""
-    state, numpy = random.getstate(), sys.modules.get("numpy")
-    theirs = None if numpy is None else numpy.random.get_state()
-
-    def put_back() -> None:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(theirs)
-
-    return put_back
 
 
 def _listed(ranks: Iterable[int]) -> str:

@@ -14,12 +14,14 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 from penstock.errors import MessageError, PeerFailure, RunError, UsageError
 from penstock.runtime.messages import plain
+from penstock.schedule import Link, Placement, Topology, links
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +217,16 @@ class ChannelEnds:
             f"{channel.source_rank} to {channel.target_rank}"
         )
 
+    @property
+    def pending(self) -> list[tuple[int, int]]:
+        """Return the receives under way, as channel and microbatch."""
+        return [(number, microbatch) for number, end in self.incoming.items() for microbatch in end.posted]
+
+    @property
+    def under_way(self) -> list[tuple[int, int]]:
+        """Return the sends under way, as channel and microbatch."""
+        return [(number, microbatch) for number, end in self.outgoing.items() for microbatch in end.under_way]
+
     def counts(self) -> dict[int, int]:
         """Return how many messages of each channel this rank has sent, or has taken, in this step."""
         moved = {index: end.count for index, end in self.outgoing.items() if end.count}
@@ -255,3 +267,20 @@ def check_channels(channels: Sequence[Channel], ranks: int) -> tuple[Channel, ..
     if len(set(channels)) != len(channels):
         raise UsageError("the same channel is listed twice; each (stage, stage, direction) has one")
     return tuple(channels)
+
+
+@lru_cache(maxsize=8)  # the ranks of one process ask for the same
+def channels_of(
+    placement: Placement, topology: Topology
+) -> tuple[tuple[Channel, ...], Mapping[tuple[int, int, str], int], tuple[Link, ...]]:
+    """Return all channels, the same on every rank, their numbers by (stage, other end, direction), and the links."""
+    channels: list[Channel] = []
+    numbers: dict[tuple[int, int, str], int] = {}
+    crossing = links(placement, topology)
+    for link in crossing:
+        there = Channel(link.source, link.target, "F", link.source_rank, link.target_rank)
+        back = Channel(link.target, link.source, "B", link.target_rank, link.source_rank)
+        for channel in (there, back):  # the way back always has the next number
+            numbers[channel.source_stage, channel.target_stage, channel.direction] = len(channels)
+            channels.append(channel)
+    return tuple(channels), numbers, crossing

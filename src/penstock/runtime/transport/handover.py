@@ -81,8 +81,11 @@ def share(value: Any) -> tuple[Any, Ready]:
     return shared, Several(tensors, versions, events)
 
 
-def arrive(value: Any, ready: Ready | None, device: torch.device | None) -> Any:
-    """Make a shared value usable in this thread, and move it to `device` if one is given."""
+def arrive(value: Any, ready: Ready | None, device: torch.device | None, *, from_cpu: bool = True) -> Any:
+    """Make a shared value usable in this thread, and move it to `device` if one is given.
+
+    What a rank on an accelerator (not `from_cpu`) has on the CPU is meant to be there, as lengths of sequences are.
+    """
     events = None
     if type(ready) is int:
         if value._version != ready:
@@ -100,7 +103,7 @@ def arrive(value: Any, ready: Ready | None, device: torch.device | None) -> Any:
     def settle(tensor: Tensor) -> Tensor:
         if on_accelerator(tensor.device):
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
-        if device is None or tensor.device == device:
+        if device is None or tensor.device == device or (tensor.is_cpu and not from_cpu):
             return tensor
         # the copy runs on this thread's streams of both devices, which now follow the sender's
         moved: Tensor = to_device(tensor.detach(), device)

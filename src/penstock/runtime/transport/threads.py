@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from penstock.devices import on_accelerator
 from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.transport.base import Transport, Where, nowhere
 from penstock.runtime.transport.channel import Channel, ChannelEnds, Outgoing, QueuedIncoming, check_channels
@@ -128,6 +129,7 @@ class ThreadIncoming(QueuedIncoming[ThreadMessage]):
     def __init__(self, channel: Channel, wire: ThreadLink, transport: ThreadTransport) -> None:
         super().__init__(channel)
         self._wire, self._transport = wire, transport
+        self._from_cpu = not on_accelerator(transport.homes[channel.source_rank])
 
     @uninterrupted
     def post(self, microbatch: int) -> None:
@@ -143,7 +145,7 @@ class ThreadIncoming(QueuedIncoming[ThreadMessage]):
         message = self._take(microbatch)
         if message.failure is not None:
             raise copy(message.failure)
-        return arrive(message.value, message.ready, self._transport.device)
+        return arrive(message.value, message.ready, self._transport.device, from_cpu=self._from_cpu)
 
     def discard(self, microbatch: int) -> PeerFailure | None:
         return self._take(microbatch).failure
@@ -188,9 +190,9 @@ class ThreadOutgoing(Outgoing):
 class ThreadTransport(Transport):
     """One rank's end. Made by `group`."""
 
-    def __init__(self, board: Board, rank: int, timeout: float, device: torch.device | None) -> None:
+    def __init__(self, board: Board, rank: int, timeout: float, homes: Sequence[torch.device | None]) -> None:
         self.rank, self.ranks = rank, board.ranks
-        self.timeout, self.device = timeout, device
+        self.timeout, self.device, self.homes = timeout, homes[rank], homes
         self._board = board
         self._clear()
 
@@ -211,7 +213,7 @@ class ThreadTransport(Transport):
             raise UsageError(f"{len(devices)} devices for {ranks} ranks; pass one for each rank")
         board = Board(ranks, capacity)
         homes = [None if device is None else torch.device(device) for device in devices or [None] * ranks]
-        return [cls(board, rank, timeout, homes[rank]) for rank in range(ranks)]
+        return [cls(board, rank, timeout, homes) for rank in range(ranks)]
 
     @property
     def broken(self) -> PeerFailure | None:

@@ -186,7 +186,7 @@ def _plain(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "").replace(" ", "").removeprefix("schedule")
 
 
-_BY_NAME = {_plain(name): entry for entry in FAMILIES.values() for name in (entry.name, *entry.aliases)}
+BY_NAME = {_plain(name): entry for entry in FAMILIES.values() for name in (entry.name, *entry.aliases)}
 
 
 def is_auto(name: str) -> bool:
@@ -200,15 +200,15 @@ def family(name: str) -> Family:
     Args:
         name: The name, such as `"zb-v"` or `"Interleaved1F1B"`.
     """
-    found = _BY_NAME.get(_plain(name))
+    found = BY_NAME.get(_plain(name))
     if found is None and is_auto(name):
         raise UsageError(
             "auto is not a family: it is searched for, under costs and a memory cap; call "
             "penstock.schedule.search(ranks, microbatches, costs, memory), or penstock search"
         )
     if found is None:
-        near = difflib.get_close_matches(_plain(name), _BY_NAME, n=1, cutoff=0.5)
-        hint = f"; did you mean {_BY_NAME[near[0]].name}?" if near else ""
+        near = difflib.get_close_matches(_plain(name), BY_NAME, n=1, cutoff=0.5)
+        hint = f"; did you mean {BY_NAME[near[0]].name}?" if near else ""
         raise UsageError(f"there is no schedule {name!r}{hint} (known: {', '.join([*FAMILIES, AUTO])})")
     return found
 

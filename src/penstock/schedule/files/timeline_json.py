@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from os import PathLike
 from typing import Any
@@ -28,6 +29,7 @@ from penstock.schedule.timing.timeline import Span, Timeline, Wall
 FORMAT = 1
 MARK = "penstock_timeline"
 LONGEST_UNIT = 20
+LARGEST = sys.float_info.max  # a whole number in JSON may be larger
 NUMBERS = 5 * MOST_CELLS  # Numbers of a file: five for each span.
 MOST_CORES = 1_000_000
 SHOWN = 20  # faults of a file: a wrong one is wrong in every line
@@ -153,7 +155,7 @@ def _walls(entries: list[Any], ranks: int, faults: list[Fault]) -> Iterator[Wall
 
 
 def _is_time(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 _KEYS: dict[str, type | tuple[type, ...]] = {

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from penstock.errors import PeerFailure, PenstockError
 from penstock.runtime.batch.microbatch import Batch
+from penstock.runtime.engine.computations import Mailbox
 from penstock.runtime.engine.executor import Executor
 from penstock.runtime.engine.handlers import Context
-from penstock.runtime.engine.mailbox import Mailbox
 from penstock.runtime.engine.step_input import StepInput
 from penstock.runtime.loss.shares import Shares
 from penstock.runtime.transport.channel import Channel

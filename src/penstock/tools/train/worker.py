@@ -49,6 +49,7 @@ from penstock.tools.train.run.progress import Progress, Reporter
 from penstock.tools.train.run.run_folder import RunFolder
 from penstock.tools.train.steps import RunState
 from penstock.tools.train.updates.nonfinite import NonFinite
+from penstock.view.figures import visible
 from penstock.writing import create
 
 # Ranks that are all there connect within this time; it is longer where pipeline.timeout is.
@@ -190,7 +191,15 @@ def _group(config: TrainConfig, store: Any, rank: int, count: int) -> Iterator[N
     dist.destroy_process_group()
 
 
+class _Visible(logging.Formatter):
+    """Formats lines in which a terminal finds nothing to obey: they may hold names from files of others."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
 def log_as(config: TrainConfig, rank: int) -> None:
     """Begin the lines of `logging` with the rank."""
-    form = f"[rank {rank}] %(levelname)s %(name)s: %(message)s"
-    logging.basicConfig(level=config.logging.level.upper(), format=form, stream=sys.stderr, force=True)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Visible(f"[rank {rank}] %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=config.logging.level.upper(), handlers=[handler], force=True)

@@ -118,6 +118,17 @@ def test_every_whole_number_has_a_largest(value: str) -> None:
     assert load_config(None, ["seed=9223372036854775807"]).seed == 2**63 - 1
 
 
+@pytest.mark.timeout(60)
+def test_of_a_file_full_of_faults_the_first_are_named(tmp_path: Path) -> None:
+    """Each of 600,000 wrong keys was compared with all that there are: hours, for a file of 16 MB."""
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({f"key{number}": number for number in range(600_000)}))
+    with pytest.raises(UsageError) as caught:
+        load_config(path)
+    lines = str(caught.value).splitlines()
+    assert (len(lines), lines[0]) == (41, f"{path}: 40 or more faults:")
+
+
 def test_all_faults_come_at_once(tmp_path: Path) -> None:
     path = written(tmp_path, "sed = 1\n[training]\nsteps = 'x'\n[optimizer]\nlr = -1\n[nothing]\n")
     with pytest.raises(UsageError) as caught:
@@ -155,6 +166,7 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (["data.batch=7"], "7 rows cannot fill 8 microbatches"),
+        (["data.batch=1000000000"], "128,000,000,000 tokens .* fills the memory; give 268,435,456 at"),
         (["data.batch=9", "training.accumulate=2"], "cannot divide evenly; 8 or 10 would do"),
         (["mesh.replicas=8"], "= 4 rows cannot fill 8 microbatches.*; 64 rows would"),
         (["mesh.replicas=2", "pipeline.workers=threads"], "mesh.replicas are processes"),

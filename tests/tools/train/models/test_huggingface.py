@@ -236,6 +236,45 @@ def test_what_a_folder_lacks_is_said_before_anything_runs(tmp_path: Path) -> Non
         build_model(named)
 
 
+LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+SIGHT = {"image_size": 28, "patch_size": 14}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"model_type": "llama", **LLAMA, "attn_implementation": "evil/kernel"},
+            "'evil/kernel' is not of transformers",
+        ),
+        ({"model_type": "llama", **LLAMA, "attn_implementation": "flash_attention_2"}, "needs the package flash_attn"),
+        (
+            {
+                "model_type": "gemma3",
+                "text_config": {**LLAMA, "head_dim": 8, "num_key_value_heads": 1},
+                "vision_config": {**LLAMA, **SIGHT},
+                "attn_implementation": {"text_config": "kernels-community/evil"},
+            },
+            "'kernels-community/evil' is not of transformers",
+        ),
+    ],
+    ids=["model", "fallback", "model inside of a model"],
+)
+def test_no_kernel_of_a_repository_is_run(
+    config: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels package, transformers downloads and runs the code of the attention that a config.json names."""
+    kernels = pytest.importorskip("transformers.integrations.hub_kernels")
+    asked: list[str] = []
+    monkeypatch.setattr("transformers.modeling_utils.is_kernels_available", lambda: True)
+    monkeypatch.setattr(kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(kernels, "get_kernel_hub", lambda name, **options: asked.append(name), raising=False)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=words):
+        build_model(load_config(None, [*BASE, f"model.source=huggingface:{tmp_path}", "model.init=random"]))
+    assert asked == []
+
+
 def test_keys_of_adapters_and_tensors_are_checked_together() -> None:
     for changes, words in (
         (["mesh.tp=2", "pipeline.workers=threads"], "mesh.tp are processes"),

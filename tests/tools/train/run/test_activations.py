@@ -7,30 +7,37 @@ import torch
 from penstock.schedule import Action, Op, Schedule
 from penstock.tools.train.config.read import load_config
 from penstock.tools.train.data.batch import DataBatch
-from penstock.tools.train.run.activations import _Compute, _kinds, _Measured, _peaks, _Way, largest_microbatch
+from penstock.tools.train.run.activations import (
+    ComputeBytes,
+    MeasuredBytes,
+    RunKind,
+    kinds_of_runs,
+    largest_microbatch,
+    peaks_of,
+)
 from penstock.tools.train.run.allocations import StepPeaks
 
 USUAL = {
-    (Op.F, 0): _Compute(30, 35),
-    (Op.B, 0): _Compute(-30, 8),
-    (Op.F, 1): _Compute(20, 21),
-    (Op.B, 1): _Compute(-16, 9),
-    (Op.I, 1): _Compute(-6, 9),
-    (Op.W, 1): _Compute(-14, 2),
+    (Op.F, 0): ComputeBytes(30, 35),
+    (Op.B, 0): ComputeBytes(-30, 8),
+    (Op.F, 1): ComputeBytes(20, 21),
+    (Op.B, 1): ComputeBytes(-16, 9),
+    (Op.I, 1): ComputeBytes(-6, 9),
+    (Op.W, 1): ComputeBytes(-14, 2),
 }
 FIRSTS = {  # stage 0 has gradients of 7, stage 1 of 5, of which 1 comes with I
     **USUAL,
-    (Op.B, 0): _Compute(-23, 10),
-    (Op.B, 1): _Compute(-11, 9),
-    (Op.I, 1): _Compute(-5, 10),
-    (Op.W, 1): _Compute(-10, 3),
+    (Op.B, 0): ComputeBytes(-23, 10),
+    (Op.B, 1): ComputeBytes(-11, 9),
+    (Op.I, 1): ComputeBytes(-5, 10),
+    (Op.W, 1): ComputeBytes(-10, 3),
 }
-PLAIN = _Measured(USUAL, {(0, 1): 4}, FIRSTS)  # stage 0 sends 4 to stage 1
+PLAIN = MeasuredBytes(USUAL, {(0, 1): 4}, FIRSTS)  # stage 0 sends 4 to stage 1
 
 
 def peaks(row: str, passes: int = 1) -> StepPeaks:
     actions = [Action.parse(text) for text in row.split()]
-    return _peaks(actions, {(stage, number): PLAIN for stage in (0, 1) for number in (0, 1)}, passes)
+    return peaks_of(actions, {(stage, number): PLAIN for stage in (0, 1) for number in (0, 1)}, passes)
 
 
 def most(row: str) -> float:
@@ -63,7 +70,7 @@ def test_passes_that_accumulate_find_the_gradients_of_the_ones_before() -> None:
 def test_each_microbatch_is_run_as_the_schedule_says() -> None:
     schedule = Schedule(["0F0 0F1 0B0 0I1 0W1"])
     config = load_config(None, ["pipeline.recompute=except_last"])
-    assert _kinds(config, schedule) == {(0, 0): _Way(False, True), (0, 1): _Way(True, False)}
+    assert kinds_of_runs(config, schedule) == {(0, 0): RunKind(False, True), (0, 1): RunKind(True, False)}
 
 
 def test_the_largest_microbatch_is_measured() -> None:

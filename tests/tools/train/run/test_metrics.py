@@ -27,6 +27,18 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path: Path, caplog: pytest.L
     assert caplog.messages == [f"{path}: 4 of 7 lines are damaged, and left out"]
 
 
+@pytest.mark.parametrize("value", ["null", "true", "{}", '["x"]', "[[1]]", "9" * 400, "[null]"])
+def test_what_is_no_figure_is_damage(value: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A text in the place of a speed was a TypeError once the run had trained on and drew its page."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        f'{{"step": 1, "loss": 2.5, "memory": [7]}}\n{{"step": 2, "loss": {value}}}\n{{"step": 3, "loss": "nan"}}\n'
+    )
+    with caplog.at_level(logging.WARNING):
+        assert [line["step"] for line in read_metrics(path)] == [1, 3]
+    assert caplog.messages == [f"{path}: 1 of 3 lines are damaged, and left out"]
+
+
 @pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
 def test_a_file_that_has_gone_while_it_is_written_is_named(how: str, tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"

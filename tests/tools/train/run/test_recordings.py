@@ -83,6 +83,35 @@ def test_a_run_that_goes_on_keeps_the_steps_of_before(tmp_path: Path) -> None:
     assert read_recorded(folder)[1]["typical"] == 40  # of those at hand the nearest to 1.8, the median of all four
 
 
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"steps": 3},
+        {"steps": [[1, 2]]},
+        {"steps": [["x", 1.0, 0.1]]},
+        {"steps": [[float("inf"), 1.0, 0.1]]},
+        {"steps": [[1, 1.0, 0.1]], "cores": "x", "ranks": 2},
+        {"steps": [[1, 1.0, 0.1]], "typical": [1]},
+        {"steps": [[1, 1.0, 0.1]], "of": "many"},
+        {},
+    ],
+)
+def test_a_note_of_somebody_else_is_read_as_it_should_be_or_not_at_all(forged: Any, tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.recorded.write_text(json.dumps(forged))
+    assert read_recorded(folder) == ([], {})
+    assert recorded_notes(folder) == []
+
+
+def test_figures_of_somebody_else_do_not_keep_the_page_from_being_made(tmp_path: Path) -> None:
+    folder, timeline = RunFolder(tmp_path), simulate(build("1f1b", 2, 2), Costs())
+    replace(timeline, unit="s").save(folder.timeline)
+    folder.metrics.write_text('{"step": 1, "tokens_per_second": "x", "mfu": "x", "memory": "x", "loss": 2.5}\n')
+    folder.memory.write_text(json.dumps([{"activations": 10**400}, {"activations": True}]))
+    assert save_run_page(folder) == folder.page
+    assert "The run: 1 steps." in folder.page.read_text()
+
+
 def test_a_folder_without_recordings_has_no_page(tmp_path: Path) -> None:
     assert save_run_page(RunFolder(tmp_path)) is None
     assert read_recorded(RunFolder(tmp_path)) == ([], {})

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from penstock.errors import PeerFailure
+from penstock.devices import identity
+from penstock.errors import PeerFailure, UsageError
 from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.distributed.device_link import DeviceLink, make_backend
 from penstock.runtime.transport.distributed.member import Member, hold_back_loop_threads
@@ -104,14 +105,22 @@ class Links:
 
     @uninterrupted
     def _meet(self, peer: int) -> str:
-        """Wait for a rank that does this too; returns the type of its device."""
+        """Wait for a rank that does this too; returns the type of its device, which must be another one than ours."""
         first, theirs = self._transfers.connection(peer), torch.zeros(NOTE_BYTES, dtype=torch.uint8, device="cpu")
-        mine = torch.frombuffer(bytearray(self._home.encode().ljust(NOTE_BYTES)), dtype=torch.uint8)
+        place = self._home if self._device is None or self._home == "cpu" else f"{self._home} {identity(self._device)}"
+        mine = torch.frombuffer(bytearray(place.encode().ljust(NOTE_BYTES)), dtype=torch.uint8)
         with self._watch.own.connecting("for their second connection"):
             works = [self._transfers.receive(theirs, first, self._tag), self._transfers.send(mine, first, self._tag)]
             for work in works:
                 self._transfers.wait(work, peer)
-        return bytes(theirs.tolist()).rstrip().decode()
+        found = bytes(theirs.tolist()).rstrip().decode()
+        if found == place != "cpu":
+            raise UsageError(
+                f"ranks {min(self._rank, peer)} and {max(self._rank, peer)} both compute on {self._device} of this "
+                f"host, and {self._member.kinds[self._home]} connects no device with itself; leave the model on the "
+                f"CPU and devices= out, or give each process a device of its own"
+            )
+        return found.partition(" ")[0]
 
     @uninterrupted
     def _make(self, peer: int, what: str, ends: tuple[int, int], make: Callable[..., Any]) -> Any:

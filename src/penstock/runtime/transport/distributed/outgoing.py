@@ -104,8 +104,7 @@ class DistributedOutgoing(Outgoing):
         """Send a message that needs no more words than its frame has."""
         # This comes before anything is announced.
         payload = layout.pack_on_device(leaves) if layout.device_bytes else None
-        frame = layout.take_frame()
-        directs = layout.pack(leaves, frame)
+        frame, directs = layout.packed(leaves)
         frame.header.raw = self._header(messages.DATA, microbatch, layout.checksum, 0)
         watched = [(tensor, version_of(tensor)) for _, tensor in directs if tensor is not None]
         earlier = [self._start(octets.cpu(), microbatch) for octets, _ in directs]

@@ -149,14 +149,14 @@ class BackendTransfers:
         self.watch.propose(failure)
 
     def _waiting(self, peer: int, channel: Channel | None, microbatch: int) -> Waiting:
-        return Waiting(peer, channel, microbatch, self._now(), self.watch.own.reason if channel is None else "")
+        return Waiting(peer, channel, microbatch, self._now())
 
     def _lose(self, error: RuntimeError, waiting: Waiting, cause: str = CONNECTION_CLOSED) -> NoReturn:
         """Raise the group's verdict on a failed operation."""
         self.watch.waiting = None
         if timed_out(error):
             cause = f"silent for {self.timeout:g} s"
-        raise copy(self.watch.propose(waiting.blame(self.rank, cause))) from error
+        raise copy(self.watch.propose(self.watch.describe(waiting).blame(self.rank, cause))) from error
 
 
 def timed_out(error: RuntimeError) -> bool:

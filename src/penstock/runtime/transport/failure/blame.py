@@ -14,6 +14,8 @@ from penstock.runtime.transport.channel import Channel
 from penstock.runtime.transport.failure.peer_failures import located, lost_source, lost_target
 from penstock.schedule import Action
 
+ENDING = "in the exchange that ends the step"
+
 
 class Waiting(NamedTuple):
     """What the main thread is blocked in."""
@@ -22,12 +24,12 @@ class Waiting(NamedTuple):
     edge: Channel | None  # None: an exchange, or a connection that is being made
     microbatch: int
     since: float
-    reason: str = "in the exchange that ends the step"  # Where there is no channel: in or for what it waits.
+    reason: str = ""  # Where there is no channel: in or for what it waits; mostly found out late, see `Watch.describe`.
 
     def blame(self, rank: int, cause: str) -> PeerFailure:
         """Return the failure of the awaited peer, as seen from `rank`."""
         if self.edge is None:
-            return PeerFailure(self.peer, f"{cause} while rank {rank} waited {self.reason}")
+            return PeerFailure(self.peer, f"{cause} while rank {rank} waited {self.reason or ENDING}")
         if self.edge.source_rank == self.peer:
             return lost_source(self.edge, self.microbatch, cause)
         return lost_target(self.edge, self.microbatch, cause)

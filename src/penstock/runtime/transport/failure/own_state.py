@@ -9,7 +9,7 @@ from typing import TypeVar
 from weakref import WeakMethod
 
 from penstock.runtime.transport.base import Where, nowhere
-from penstock.runtime.transport.failure.blame import State, Waiting
+from penstock.runtime.transport.failure.blame import ENDING, State, Waiting
 
 Said = TypeVar("Said")
 STEPS = ("", "step", "train_steps", "evaluate", "predict")  # calls whose exchanges end a step
@@ -43,7 +43,7 @@ class OwnState:
         """In or for what this rank waits where it waits for no message of a channel, in words."""
         call = self.call()
         ends_step = call.partition("(")[0] in STEPS
-        return self.connects or ("in the exchange that ends the step" if ends_step else f"in an exchange of {call}")
+        return self.connects or (ENDING if ends_step else f"in an exchange of {call}")
 
     @contextmanager
     def connecting(self, what: str) -> Iterator[None]:

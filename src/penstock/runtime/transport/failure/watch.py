@@ -280,7 +280,13 @@ class Watch:
 
     def _awaited(self) -> Waiting | None:
         """Return what this rank waits for: its main thread or, where that is in no wait of ours, its device."""
-        return self.waiting or self.device_waiting()
+        waiting = self.waiting or self.device_waiting()
+        return None if waiting is None else self.describe(waiting)
+
+    def describe(self, waiting: Waiting) -> Waiting:
+        """Add to a wait for no message of a channel what it is for: only who reports the wait has to know."""
+        is_known = waiting.edge is not None or waiting.reason
+        return waiting if is_known else waiting._replace(reason=self.own.reason)
 
     def _lost_by_device(self) -> PeerFailure | None:
         """Return the failure of the rank that the device waits for, if the connection to its process is closed.

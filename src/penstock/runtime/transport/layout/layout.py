@@ -175,9 +175,10 @@ class Layout:
                 end = start + nbytes
         return True
 
-    def take_frame(self) -> Frame:
-        """Return a packing buffer that no send is using."""
-        return self.spare.pop() if self.spare else Frame(self.frame_bytes, self.copies)
+    def packed(self, leaves: Sequence[Any]) -> tuple[Frame, list[tuple[Tensor, Tensor | None]]]:
+        """Return a packing buffer that no send is using, with what is packed in it, and what travels by itself."""
+        frame = self.spare.pop() if self.spare else Frame(self.frame_bytes, self.copies)
+        return frame, self.pack(leaves, frame)
 
     def pack(self, leaves: Sequence[Any], frame: Frame) -> list[tuple[Tensor, Tensor | None]]:
         """Copy what is packed into the frame; returns the bytes that travel by themselves, see `PlacedRegion.take`."""

@@ -36,6 +36,7 @@ from penstock.runtime.transport.layout.tensor_places import HEADER_BYTES
 
 PAGE = mmap.PAGESIZE
 IDLE_STEPS = 4  # a block that has not been used for so many steps is given up
+FRAMES = 4  # layouts of which a block remembers where their tensors lie
 FREE, USED = 0, 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -83,9 +84,7 @@ def size_class(nbytes: int) -> int:
 class OutBlock:
     """A block as its sender sees it."""
 
-    __slots__ = ("_layout", "_tensor", "frame", "number", "size", "step", "words")
-
-    frame: Frame  # Values are packed into it.
+    __slots__ = ("_frames", "_tensor", "number", "size", "step", "words")
 
     def __init__(self, number: int, memory: memoryview) -> None:
         self.number = number
@@ -93,11 +92,16 @@ class OutBlock:
         self.step = 0  # The step of its last use.
         self.words = memory[:HEADER_BYTES].cast("Q")
         self._tensor = torch.frombuffer(memory, dtype=torch.uint8)
-        self._layout: Layout | None = None
+        self._frames: dict[Layout, Frame] = {}  # Those of the last few layouts that lay here: they come in turn.
 
-    def prepare(self, layout: Layout) -> None:
-        if self._layout is not layout:
-            self.frame, self._layout = Frame(layout.frame_bytes, layout.copies, self._tensor), layout
+    def pack(self, layout: Layout, leaves: Sequence[Any]) -> None:
+        """Copy a value of that layout into the block."""
+        frame = self._frames.get(layout)
+        if frame is None:
+            if len(self._frames) >= FRAMES:
+                self._frames.clear()
+            frame = self._frames[layout] = Frame(layout.frame_bytes, layout.copies, self._tensor)
+        layout.pack(leaves, frame)
 
 
 class BlockPool:
@@ -130,8 +134,7 @@ class BlockPool:
             block = made
             blocks.append(block)
         block.step = step
-        block.prepare(layout)
-        layout.pack(leaves, block.frame)
+        block.pack(layout, leaves)
         block.words[0] = USED
         return block
 

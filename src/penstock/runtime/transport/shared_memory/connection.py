@@ -250,8 +250,7 @@ class Connections(dict[int, Connection]):
     ) -> None:
         """Read what the peer sends until it is done; the watch sees for whom, and ends the wait if that is hopeless."""
         watch = self._watch
-        reason = "" if channel is not None else watch.own.reason
-        watch.waiting = waiting = Waiting(connection.peer, channel, microbatch, monotonic(), reason)
+        watch.waiting = waiting = Waiting(connection.peer, channel, microbatch, monotonic())
         awake = waiting.since + SPIN_SECONDS
         try:
             while not done():
@@ -272,7 +271,7 @@ class Connections(dict[int, Connection]):
     def wait_for_room(self, connection: Connection) -> None:
         """Read what others, perhaps waiting alike, have sent, while the socket is full because its reader is behind."""
         watch = self._watch
-        watch.waiting = Waiting(connection.peer, *self.busy_with, monotonic(), watch.own.reason)
+        watch.waiting = Waiting(connection.peer, *self.busy_with, monotonic())
         try:
             self._look_around()
             while not select.select([], [connection], [], SLICE_SECONDS)[1]:
@@ -297,7 +296,7 @@ class Connections(dict[int, Connection]):
         try:
             self[peer].write_note(EXCHANGE, body, step)
         except Gone:
-            self.lose(Waiting(peer, None, -1, monotonic(), self._watch.own.reason))
+            self.lose(Waiting(peer, None, -1, monotonic()))
 
     def has_exchange(self, peer: int, step: int) -> bool:
         """Return whether the peer's report at the end of that step is here. Waits for nobody."""
@@ -316,7 +315,7 @@ class Connections(dict[int, Connection]):
     def lose(self, waiting: Waiting) -> NoReturn:
         """Raise the group's verdict on a connection that is closed."""
         self._watch.waiting = None
-        raise copy(self._watch.propose(waiting.blame(self._rank, CONNECTION_CLOSED))) from None
+        raise copy(self._watch.propose(self._watch.describe(waiting).blame(self._rank, CONNECTION_CLOSED))) from None
 
     def close(self) -> None:
         for connection in self.values():

@@ -13,6 +13,8 @@ from penstock.tools.train.config.read import checked
 from penstock.tools.train.config.settings import GPTOptions, TrainConfig
 from penstock.tools.train.config.source import is_function
 
+MOST_TOKENS = 2**28  # four times as many as anybody trains on in a step
+
 
 def check_consistent(config: TrainConfig, origin: str = "the configuration") -> None:
     """Raise UsageError with everything that does not go together."""
@@ -59,6 +61,9 @@ def is_schedule_file(schedule: str) -> bool:
 def _rows(config: TrainConfig) -> Iterator[str]:
     batch, passes, slices = config.data.batch, config.training.accumulate, config.pipeline.microbatches
     shares = passes * config.mesh.replicas
+    tokens = batch * config.data.sequence
+    if tokens > MOST_TOKENS:
+        yield f"a step of {tokens:,} tokens (data.batch x data.sequence) fills the memory; give {MOST_TOKENS:,} at most"
     by = "training.accumulate" + (" x mesh.replicas" if config.mesh.replicas > 1 else "")
     if batch % shares:
         yield (

@@ -47,6 +47,7 @@ ELSEWHERE = {  # keys of other trainers, by name
 }
 
 
+MOST_FAULTS = 40  # that are looked for
 # The largest whole number where a key states no other: far more steps, rows or ranks than anybody has.
 MOST = 2**31 - 1
 
@@ -120,7 +121,8 @@ def checked(kind: type[Settings], document: Mapping[str, Any], origin: str) -> S
     faults: list[str] = []
     settings = _table(kind, document, "", faults)
     if faults:
-        count = f"{len(faults)} faults:" if len(faults) > 1 else ""
+        more = " or more" if len(faults) >= MOST_FAULTS else ""
+        count = f"{len(faults)}{more} faults:" if len(faults) > 1 else ""
         raise UsageError("\n  ".join([f"{origin}: {count or faults.pop(0)}", *faults]))
     return typing.cast(Settings, settings)
 
@@ -131,6 +133,8 @@ def _table(kind: Any, document: Mapping[str, Any], path: str, faults: list[str],
     fields = {field.name: field for field in dataclasses.fields(kind)}
     values: dict[str, Any] = {}
     for name, value in document.items():
+        if len(faults) >= MOST_FAULTS:  # Each costs a search for what was meant.
+            return None
         full = f"{path}{name}"
         if name not in fields:
             faults.append(_unknown(full, name, list(fields), path))

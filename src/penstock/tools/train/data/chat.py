@@ -124,9 +124,10 @@ def _written(tokenizer: Tokenizer, messages: Any, place: object, *, prompt: bool
 
 def _marked(tokenizer: Tokenizer, messages: Any, place: object) -> tuple[list[int], list[bool]]:
     _written(tokenizer, messages, place)  # A wrong chat is refused here.
-    found = tokenizer.of_transformers.apply_chat_template(
-        list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-    )
+    with memory_limit(place):  # A template may draw random numbers, and so write something else this time.
+        found = tokenizer.of_transformers.apply_chat_template(
+            list(messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
     return list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]]
 
 

@@ -6,7 +6,8 @@ pipeline is cut from its shapes, and then each rank reads the tensors of its own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +27,9 @@ from penstock.tools.train.models.lora import adapter_values, has_adapters
 
 ONE_BY_ONE = ("layer", "layers", "experts", "labels")  # how keys end that count what is built, memory or not
 MOST_BUILT = 10_000
+# By attention, the package without which transformers takes a repository's.
+FLASH = {f"flash_attention_{version}": name for version, name in ((2, "flash_attn"), (3, "flash_attn_interface"))}
+FLASH["flash_attention_4"] = "flash_attn"
 NO_FOLDER_CODE = (
     "code from a model's folder is not run; where you trust it, load the model in a function of yours and name that: "
     'model.source = "module:function"'
@@ -51,8 +55,8 @@ def build_huggingface(config: TrainConfig) -> nn.Module:
     """
     shape = configuration_of(config)
     shape.use_cache = False
-    if "/" in str(kernel := getattr(shape, "_attn_implementation", None)):  # a repository, which is downloaded and run
-        raise UsageError(f"model.source: the attention {kernel!r} is not of transformers: {NO_FOLDER_CODE}")
+    for part in _configurations(shape):
+        _check_attention(str(getattr(part, "_attn_implementation", None)))
     folder = folder_of(config)
     if not is_pretrained(config):
         return _of_shape(config, shape)
@@ -64,6 +68,27 @@ def build_huggingface(config: TrainConfig) -> nn.Module:
     model.name_or_path = str(folder)
     _take_generation_config(model, folder)
     return cast(nn.Module, model)
+
+
+def _configurations(shape: Any) -> Iterator[Any]:
+    """Yield the configuration of a model, and those of the models in it."""
+    yield shape
+    for value in vars(shape).values():
+        if hasattr(value, "_attn_implementation"):
+            yield from _configurations(value)
+
+
+def _check_attention(name: str) -> None:
+    """Refuse an attention that transformers has from a repository, whose code it downloads and runs."""
+    if "/" in name:
+        raise UsageError(f"model.source: the attention {name!r} is not of transformers: {NO_FOLDER_CODE}")
+    package = FLASH.get(name.removeprefix("paged|"))
+    if package is not None and find_spec(package) is None:
+        raise UsageError(
+            f"model.source: the attention {name!r} needs the package {package}, which is not installed, and "
+            f"transformers would take one from a repository instead: install it, or set "
+            f"model.options.attn_implementation to sdpa"
+        )
 
 
 def left_out(config: TrainConfig) -> Callable[[str], bool] | None:

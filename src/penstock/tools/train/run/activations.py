@@ -28,26 +28,26 @@ from penstock.tools.train.run.allocations import COMPUTES, Allocations, Arrivals
 PASSES = 3  # The last pass is counted: in the first, a stage learns what its `W` can defer.
 
 
-class _Way(NamedTuple):
+class RunKind(NamedTuple):
     """How a microbatch may be run in a schedule."""
 
     split: bool  # The backward comes as I and W.
     recomputed: bool
 
 
-class _Compute(NamedTuple):
+class ComputeBytes(NamedTuple):
     """What an action does to the memory."""
 
     change: int  # more that is held when it has ended
     rise: int  # Bytes more, at most, while it runs.
 
 
-class _Measured(NamedTuple):
+class MeasuredBytes(NamedTuple):
     """One microbatch of a kind: its computes by op and stage, and its messages by maker and taker."""
 
-    computes: dict[tuple[Op, int], _Compute]
+    computes: dict[tuple[Op, int], ComputeBytes]
     messages: dict[tuple[int, int], int]
-    firsts: dict[tuple[Op, int], _Compute]  # the computes where there are no gradients yet
+    firsts: dict[tuple[Op, int], ComputeBytes]  # the computes where there are no gradients yet
 
 
 def measure_peaks(
@@ -56,31 +56,33 @@ def measure_peaks(
     """Measure the peak on each rank of `schedule`, whose stages are cut by `balance`; None while somebody profiles."""
     if not Allocations.can_count():
         return None
-    kinds = _kinds(config, schedule)
+    kinds = kinds_of_runs(config, schedule)
     found = {
         kind: _measure(config, schedule.stages, kind, balance, batch, values) for kind in sorted(set(kinds.values()))
     }
     ways = {place: found[kind] for place, kind in kinds.items()}
-    return [_peaks(row, ways, config.training.accumulate) for row in schedule.rows]
+    return [peaks_of(row, ways, config.training.accumulate) for row in schedule.rows]
 
 
 def _computes(row: Sequence[Action | None]) -> Iterator[Action]:
     return (part for action in row if action is not None for part in action.parts() if part.op in COMPUTES)
 
 
-def _kinds(config: TrainConfig, schedule: Schedule) -> dict[tuple[int, int], _Way]:
+def kinds_of_runs(config: TrainConfig, schedule: Schedule) -> dict[tuple[int, int], RunKind]:
     """Return how each microbatch runs, by stage and microbatch."""
     actions = [action for row in schedule.rows for action in _computes(row)]
     split = {(action.stage, action.microbatch) for action in actions if action.op is Op.I}
     last = schedule.microbatches - 1
     recomputed = {"never": 0, "except_last": last, "always": last + 1}[config.pipeline.recompute]
     return {
-        (stage, number): _Way((stage, number) in split, number < recomputed or stage in schedule.recompute)
+        (stage, number): RunKind((stage, number) in split, number < recomputed or stage in schedule.recompute)
         for stage, number in {(action.stage, action.microbatch) for action in actions}
     }
 
 
-def _measure(config: TrainConfig, stages: int, kind: _Way, balance: Any, batch: DataBatch, values: Init) -> _Measured:
+def _measure(
+    config: TrainConfig, stages: int, kind: RunKind, balance: Any, batch: DataBatch, values: Init
+) -> MeasuredBytes:
     """Run the largest microbatch of a batch through all stages."""
     backward = ("I", "W") if kind.split else ("B",)
     row = [f"{stage}F0" for stage in range(stages)]
@@ -114,16 +116,16 @@ def largest_microbatch(config: TrainConfig, batch: DataBatch) -> DataBatch:
     return batch.with_rows(lambda tensor: tensor[plan.index[number], : plan.widths[number]])
 
 
-def _run(pipe: Pipeline, batch: DataBatch) -> _Measured:
+def _run(pipe: Pipeline, batch: DataBatch) -> MeasuredBytes:
     (share,) = shares_of(pipe.loss_fn, [batch.target])
     arrivals = Arrivals(pipe)
 
-    def computes(passes: int) -> dict[tuple[Op, int], _Compute]:
+    def computes(passes: int) -> dict[tuple[Op, int], ComputeBytes]:
         with arrivals, Allocations() as memory:
             for _ in range(passes):
                 pipe.step(*batch.args, target=batch.target, loss_kwargs=share, **batch.kwargs)
         return {
-            (action.op, action.stage): _Compute(*memory.within(begin, end))
+            (action.op, action.stage): ComputeBytes(*memory.within(begin, end))
             for action, (begin, end) in memory.actions.items()
         }
 
@@ -131,10 +133,10 @@ def _run(pipe: Pipeline, batch: DataBatch) -> _Measured:
     pipe.zero_grad()
     firsts = computes(1)
     messages = {(maker, action.stage): size for (action, maker), size in arrivals.sizes.items() if action.op is Op.F}
-    return _Measured(usual, messages, firsts)
+    return MeasuredBytes(usual, messages, firsts)
 
 
-def _peaks(row: Sequence[Action | None], ways: dict[tuple[int, int], _Measured], passes: int = 1) -> StepPeaks:
+def peaks_of(row: Sequence[Action | None], ways: dict[tuple[int, int], MeasuredBytes], passes: int = 1) -> StepPeaks:
     """Return the most that a rank holds while it goes through its actions, in passes that add up their gradients.
 
     A pass that finds gradients keeps a copy of them until it has ended well.

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import RunError
-from penstock.runtime.engine.mailbox import Mailbox, channels_of
+from penstock.runtime.engine.computations import Mailbox
 from penstock.runtime.transport import ThreadTransport
+from penstock.runtime.transport.channel import channels_of
 from penstock.schedule import Action, Placement, Topology
 
 
@@ -85,12 +86,12 @@ def test_pending_lists_receives_that_are_under_way() -> None:
     box = both[1]
     receive = Action.parse("1RECV_F0")
     box.ends.receiving(box.channel(receive)).post(0)
-    assert list(box.pending) == [(box.channel(receive), 0)]
+    assert list(box.ends.pending) == [(box.channel(receive), 0)]
     both[0].put_outputs(0, 0, {1: torch.ones(1)})
     send = Action.parse("0SEND_F0")
     both[0].ends.sending(both[0].channel(send)).send(0)
     box.take("F", 1, 0)
-    assert list(box.pending) == []
+    assert list(box.ends.pending) == []
 
 
 @pytest.mark.parametrize("by_stage", [[0, 0], [0, 1]])

@@ -128,6 +128,24 @@ def memory_that_is_freed_while_another_stream_reads_it(torch: Any, on: Any) -> N
     del y
 
 
+@wrong("no record_stream, no wait")
+def memory_that_a_third_stream_writes_after_it_was_freed(torch: Any, on: Any) -> None:
+    """As a communicator writes what it receives into memory of a stream that does nothing by itself."""
+    side, third = torch.Stream(device=on), torch.Stream(device=on)
+    with side:
+        x = torch.ones(4, device=on)
+    torch.accelerator.current_stream().wait_stream(side)
+    y = x + 1
+    del x
+    with side:
+        x = torch.empty(4, device=on)
+    third.wait_stream(side)
+    with third:
+        x.fill_(1)
+    x.record_stream(third)
+    del y
+
+
 @right
 def memory_that_is_freed_before_its_stream_waits_for_the_other(torch: Any, on: Any) -> None:
     x, side = torch.ones(4, device=on), torch.Stream(device=on)

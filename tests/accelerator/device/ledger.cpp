@@ -102,24 +102,24 @@ void Ledger::touch(const void* at, int64_t low, int64_t high, bool write, Key st
 // follow, and by other streams, whose uses a kernel on the home stream must follow.
 void Ledger::look_for_reuse(
     const Block& block, const Clock& clock, const char* what, Key stream, std::vector<std::string>& found) {
-  if (stream != block.home) {
-    if (!block.last.count(stream) && known(clock, block.home) < block.home_then)
-      found.push_back(
-          std::string("fresh memory of ") + name_of(block.home) + " is used by " + what + " on " + name_of(stream) +
-          ", which does not wait for what the first one did before the allocation");
-    return;
-  }
-  auto place = freed_.find(stream);
+  const bool away = stream != block.home, first = !block.last.count(stream);
+  if (away && first && known(clock, block.home) < block.home_then)
+    found.push_back(
+        std::string("fresh memory of ") + name_of(block.home) + " is used by " + what + " on " + name_of(stream) +
+        ", which does not wait for what the first one did before the allocation");
+  auto place = freed_.find(block.home);
   if (place == freed_.end()) return;
   std::vector<Freed> later;
   for (auto& each : place->second) {
-    if (known(clock, each.use.stream) >= each.use.number) continue;
-    if (each.when > block.born) {  // This block is older: it cannot lie in that memory.
+    bool ordered = known(clock, each.use.stream) >= each.use.number;
+    if (ordered && !away) continue;  // All that the home stream hands out from now on is ordered.
+    // An older block cannot lie in that memory; a stream that was here before has been looked at.
+    if (ordered || each.when > block.born || (away && !first)) {
       later.push_back(std::move(each));
       continue;
     }
     found.push_back(
-        "memory (" + std::to_string(each.bytes) + " bytes) of " + name_of(stream) + " was freed and may be used again by " +
+        "memory (" + std::to_string(each.bytes) + " bytes) of " + name_of(block.home) + " was freed and may be used again by " +
         what + ", while another stream may still use it (no record_stream, no wait): " + describe(each.use));
   }
   place->second = std::move(later);

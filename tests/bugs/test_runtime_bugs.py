@@ -180,7 +180,7 @@ def test_an_inference_keeps_no_output_that_was_not_asked_for() -> None:
     for _ in range(3):
         pipe.evaluate(x)
         for executor in pipe.deployment.ranks.executors.values():
-            assert executor.computations.output() is None
+            assert executor.computations.outputs.take() is None
             assert all(not stage.saved for stage in executor.stages.values())
 
 

@@ -160,7 +160,8 @@ def forged(trained: Path, folder: Path, key: str, value: Any) -> Path:
         ("model.options.context", 10**9, "model.options.context is 10{9}, not 16"),
         ("model.options.heads", 3, "model.options.width is 16, which 3 heads cannot share evenly"),
         ("model.options.heads", 10**15, "heads is 10{15}; a whole number is at most"),
-        ("data.sequence", 10**9, "model.options.context is 10{9}, not 16"),
+        ("data.sequence", 10**9, "context is 10{9}, not 16|a step of 8,000,000,000 tokens"),
+        ("data.sequence", 10**6, "model.options.context is 10{6}, not 16"),
     ],
 )
 def test_sizes_in_a_checkpoint_s_configuration_are_those_of_its_tensors(

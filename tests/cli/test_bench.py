@@ -20,8 +20,8 @@ from typer.testing import CliRunner, Result
 from penstock.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = ["backward", "balance", "calibration", "checkpoint", "composition", "failures", "overhead", "page", "pairs"]
-NAMES += ["plan", "schedules", "search", "soak", "throughput", "transport"]
+NAMES = ["backward", "balance", "calibration", "checkpoint", "composition", "failures", "losses", "overhead", "page"]
+NAMES += ["pairs", "plan", "schedules", "search", "soak", "throughput", "transport"]
 ALONE = {"failures", "page", "soak"}  # measured against nobody
 
 # Benches of the tests' own, which stand beside the real ones in a folder that is laid out as a wheel.

@@ -73,7 +73,7 @@ def clock(monkeypatch):
         now[0] += seconds
 
     monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(measure, "_clock", lambda device: nullcontext(lambda: now[0]))
+    monkeypatch.setattr(measure, "_clock", lambda: nullcontext(lambda: now[0]))
 
 
 def layers_of(model):

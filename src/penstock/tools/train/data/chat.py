@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import UsageError
 from penstock.reading import NONSENSE, memory_limit
@@ -105,10 +105,20 @@ def _template(tokenizer: Tokenizer) -> str:
     return found if isinstance(found, str) else (found or {}).get("default", "")
 
 
+class _TemplateAt(NamedTuple):
+    """A chat template and the row that it writes; as text, which counts the lines of the file, only in an error."""
+
+    place: object
+    path: object
+
+    def __str__(self) -> str:
+        return f"{self.place}: the chat template of {self.path}"
+
+
 def _written(tokenizer: Tokenizer, messages: Any, place: object, *, prompt: bool = False) -> str:
     from jinja2 import TemplateError  # transformers writes chats with it, in a sandbox
 
-    what = f"{place}: the chat template of {tokenizer.path}"
+    what = _TemplateAt(place, tokenizer.path)
     with memory_limit(what, MOST_MEMORY):
         try:
             text = tokenizer.of_transformers.apply_chat_template(

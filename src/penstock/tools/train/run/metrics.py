@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from itertools import starmap
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,10 @@ class Metrics:
             outlet.close()
 
 
-def _is_figure(value: Any) -> bool:
+def _is_figure(name: str, value: Any) -> bool:
     """Return whether a line may have this value: a number, one for each process, or the text of NaN or infinity."""
+    if name == "skipped":
+        return value is True
     return is_float(value) or isinstance(value, str) or (isinstance(value, list) and all(map(is_float, value)))
 
 
@@ -88,7 +91,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     for line in lines[:-1]:
         with contextlib.suppress(FileError):
             values = parse_json(line, path, dict)
-            if is_count(values.get("step")) and all(map(_is_figure, values.values())):
+            if is_count(values.get("step")) and all(starmap(_is_figure, values.items())):
                 found.append(values)
     if lost := len(lines) - 1 - len(found):
         log.warning("%s: %d of %d lines are damaged, and left out", path, lost, len(lines) - 1)

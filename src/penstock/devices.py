@@ -45,6 +45,16 @@ def on_accelerator(device: torch.device | None) -> bool:
     return device is not None and device.type not in ("cpu", "meta")
 
 
+@cache
+def widest(kind: str) -> torch.dtype:
+    """Return the widest dtype in which devices of this kind compute; some have no float64."""
+    try:
+        torch.zeros(1, dtype=torch.float64, device=kind)
+    except (TypeError, RuntimeError):
+        return torch.float32
+    return torch.float64
+
+
 def indexed(device: torch.device | str) -> torch.device:
     """Return the device with its number: an accelerator without one is this thread's current device."""
     found = torch.device(device)

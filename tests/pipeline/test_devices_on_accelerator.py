@@ -492,3 +492,41 @@ def test_what_a_stage_on_a_device_has_on_the_cpu_stays_there(processes: bool) ->
     """Threads moved it to the next rank's device."""
     for outcome in on_ranks(2, with_lengths, "auto") if processes else [on_device(with_lengths, "auto")]:
         assert outcome.value < 1e-6
+
+
+def without_doubles() -> list[Any]:
+    """Two steps on devices that have no float64, as some kinds of accelerator have none, and what they should give."""
+    import torch
+    from accelerator import pretend
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class NoDoubles(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = function(*args, **(kwargs or {}))
+            for each in tree_leaves(made):
+                if isinstance(each, torch.Tensor) and each.dtype is torch.float64 and each.device.type != "cpu":
+                    raise TypeError(f"{function}: this kind of device has no float64")
+            return made
+
+    loss = nn.CrossEntropyLoss(torch.arange(1.0, 7.0))
+    options = penstock.BatchOptions(batch_norm="deferred")
+    found = []
+    for devices in (["cpu", "cpu"], [pretend.device(0), pretend.device(1)]):
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(2)]
+        model = nn.Sequential(*blocks, nn.Linear(8, 6))
+        x, y = torch.randn(16, 8), torch.randint(0, 6, (16,))
+        y[[1, 2, 9]] = -100
+        given = {"loss_fn": loss, "devices": devices, "batch_options": options}
+        with NoDoubles(), penstock.Pipeline(model, stages=2, microbatches=4, **given) as pipe:
+            numbers = [float(pipe.step(x, target=y).loss) for _ in range(2)]
+            found.append(numbers + [float(each.sum()) for name, each in pipe.named_buffers() if "running" in name])
+    return found
+
+
+def test_devices_that_have_no_float64_train() -> None:
+    for outcome in on_ranks(2, without_doubles):
+        on_cpu, on_devices = outcome.value
+        assert on_devices == pytest.approx(on_cpu, rel=1e-5)
+        assert outcome.races == []

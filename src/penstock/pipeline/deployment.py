@@ -23,7 +23,7 @@ from penstock.parallel.group.world import World
 from penstock.runtime.engine.foreign_leaves import watch_leaves
 from penstock.runtime.engine.ranks import LocalRanks
 from penstock.runtime.engine.replication import Replication
-from penstock.runtime.loss.module import loss_holding
+from penstock.runtime.loss.module import constants_of, loss_holding
 from penstock.runtime.optim.tied import TiedParameters
 from penstock.runtime.state.randomness import StepCounter
 from penstock.schedule import Placement, Schedule, verify
@@ -150,10 +150,14 @@ class Deployment:
     def follow_cut(self, tied: Sequence[Sequence[tuple[int, str]]], loss_fn: Callable[..., Any] | None) -> None:
         """Set up what follows from a cut; `tied` has groups of (stage, name) that are one parameter."""
         self.tied = TiedParameters(self.staged, self.placement, self.world.transport, tied)
-        self.watch_leaves(loss_fn)
+        self.follow_loss(loss_fn)
 
-    def watch_leaves(self, loss_fn: Callable[..., Any] | None) -> None:
-        """Refuse, on processes, losses that reach parameters of other ranks."""
+    def follow_loss(self, loss_fn: Callable[..., Any] | None) -> None:
+        """Move a loss's constants to the last stage; on processes, refuse a loss that has parameters of other ranks."""
+        last = self.placement.rank_of(self.staged.stages - 1)
+        device, module = self.devices.get(last), constants_of(loss_fn)
+        if device is not None and module is not None and last in self.ranks.executors:
+            module.to(device)
         if self.world.transport is not None:
             (executor,) = self.ranks.executors.values()
             replicated = self.replication.replicas > 1

@@ -218,7 +218,7 @@ class Pipeline:
         if self.deployment.hold_loss(loss_fn):
             self.state.other_ranks.moved(self.deployment)
         self.batches.set_loss(loss_fn)
-        self.deployment.watch_leaves(loss_fn)
+        self.deployment.follow_loss(loss_fn)
 
     @property
     def closed(self) -> bool:

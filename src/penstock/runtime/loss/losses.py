@@ -218,19 +218,21 @@ class Seeds:
 
 
 def fetch(tensors: list[Tensor]) -> dict[int, float]:
-    """Bring numbers to the host, by the id of each tensor; those on a device with one copy of all."""
+    """Bring numbers to the host, by the id of each tensor; those on a device with one copy of the bytes of all."""
     found = {id(each): float(each.item()) for each in tensors if each.device.type == "cpu"}
-    away = [each.detach() for each in tensors if each.device.type != "cpu"]
-    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for place, each in enumerate(away):
-        kinds.setdefault((each.dtype, each.device), []).append(place)
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for each in tensors:
+        if each.device.type != "cpu":
+            kinds.setdefault((each.dtype, each.device), []).append(each)
     if kinds:
-        there = away[0].device
-        packed = [torch.stack([away[n] for n in places]).to(there, torch.float64) for places in kinds.values()]
-        order = [place for places in kinds.values() for place in places]
-        numbers = dict(zip(order, torch.cat(packed).tolist(), strict=True))
-        originals = [each for each in tensors if each.device.type != "cpu"]
-        found |= {id(each): numbers[place] for place, each in enumerate(originals)}
+        _, there = next(iter(kinds))
+        packed = [torch.stack([each.detach() for each in same]).view(torch.uint8) for same in kinds.values()]
+        together = torch.cat([each.flatten().to(there) for each in packed]).cpu()
+        parts = torch.split(together, [each.numel() for each in packed])
+        for (dtype, _), same, part in zip(kinds, kinds.values(), parts, strict=True):
+            # A copy begins where numbers of this size may stand.
+            numbers = part.clone().view(dtype).tolist()
+            found |= {id(each): float(number) for each, number in zip(same, numbers, strict=True)}
     return found
 
 

@@ -28,8 +28,7 @@ def loss_holding(loss_fn: Callable[..., Any] | None, split: StagedModel) -> Hold
     held = {id(tensor) for part in split.parts for tensor in (*part.module.parameters(), *part.module.buffers())}
     trained = any(id(parameter) not in held for parameter in module.parameters())
     kept = any(id(buffer) not in held for buffer in module.buffers())
-    constant = type(module).__module__.startswith("torch.nn.")  # whose losses keep the weights that they were made with
-    if not trained and (constant or not kept):
+    if not trained and (constants_of(loss_fn) is not None or not kept):
         return None
     names = {name: f"{LOSS}.{name}" for name in state_names(module)}
     taken = sorted({name for part in split.parts for name in part.names.values()} & set(names.values()))
@@ -39,6 +38,12 @@ def loss_holding(loss_fn: Callable[..., Any] | None, split: StagedModel) -> Hold
             f"same; rename that submodule of the model"
         )
     return Holding(split.stages - 1, module, names)
+
+
+def constants_of(loss_fn: Any) -> nn.Module | None:
+    """Return a loss of torch, which keeps the weights that it was made with, such as those of classes."""
+    module = module_of(loss_fn)
+    return module if type(module).__module__ == "torch.nn.modules.loss" else None
 
 
 def module_of(loss_fn: Any) -> nn.Module | None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from penstock.devices import widest
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch
 from penstock.runtime.loss.losses import is_plain, torch_reduction, unwrapped
@@ -139,20 +140,22 @@ def weigh(pieces: list[Tensor], ignored: int, classes: Tensor | None) -> list[fl
     """What the entries of each piece weigh: with one operation on all of them, since a step may have 128."""
     flat = torch.cat(pieces)
     valid = flat != ignored
-    counted = valid.to(torch.float64)
+    wide = widest(flat.device.type)
+    counted = valid.to(wide)
     if classes is not None and flat.numel():
         places = flat.where(valid, 0).clamp(0, len(classes) - 1)
-        counted = counted * classes.detach().to(flat.device, torch.float64)[places]
+        counted = counted * classes.detach().to(flat.device, wide)[places]
     return sums(counted, pieces)
 
 
 def sums(flat: Tensor, pieces: list[Tensor]) -> list[float]:
     """Return the sum of each piece's part of a tensor that has all pieces in a row."""
     found: list[float]
+    wide = widest(flat.device.type)
     if len({piece.numel() for piece in pieces}) == 1:
-        found = flat.view(len(pieces), -1).sum(1, dtype=torch.float64).tolist()
+        found = flat.view(len(pieces), -1).sum(1, dtype=wide).tolist()
         return found
-    ends = torch.cat([flat.new_zeros(1, dtype=torch.float64), flat.cumsum(0, dtype=torch.float64)])
+    ends = torch.cat([flat.new_zeros(1, dtype=wide), flat.cumsum(0, dtype=wide)])
     offsets = torch.tensor([0, *(piece.numel() for piece in pieces)], device="cpu").cumsum(0).to(flat.device)
     found = ends[offsets].diff().tolist()
     return found

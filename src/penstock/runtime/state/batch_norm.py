@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from penstock.devices import widest
 from penstock.errors import ModelError, UsageError
 from penstock.model.part import StagePart
 from penstock.model.run_kind import DRY, run_kind
@@ -125,9 +126,11 @@ class Statistics:
 def update_statistics(layer: _BatchNorm, notes: list[Note]) -> None:
     """Take a batch that went through in pieces into the running statistics, as if it had been one."""
     assert layer.running_mean is not None
-    counts = torch.tensor([count for count, _, _ in notes], dtype=torch.float64, device=layer.running_mean.device)
-    means = torch.stack([mean for _, mean, _ in notes]).to(torch.float64)
-    variances = torch.stack([variance for _, _, variance in notes]).to(torch.float64)
+    device = layer.running_mean.device
+    wide = widest(device.type)
+    counts = torch.tensor([count for count, _, _ in notes], dtype=wide, device=device)
+    means = torch.stack([mean for _, mean, _ in notes]).to(wide)
+    variances = torch.stack([variance for _, _, variance in notes]).to(wide)
     total, weights = counts.sum(), counts.unsqueeze(1)
     mean = (weights * means).sum(0) / total
     deviations = ((weights - 1) * variances + weights * (means - mean) ** 2).sum(0)

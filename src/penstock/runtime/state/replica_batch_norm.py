@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from penstock.devices import widest
+
 
 class ReplicaGroup:
     """A process group as an attribute of a layer: copies of the layer share it, and it cannot be written to a file."""
@@ -52,7 +54,7 @@ def over_replicas(layer: _BatchNorm, x: Tensor, group: Any) -> Tensor:
     axes = [axis for axis in range(x.dim()) if axis != 1]
     shape = [1, -1] + [1] * (x.dim() - 2)
     wide = x if x.dtype is torch.float64 else x.float()
-    count = _sum(torch.tensor([x.numel() / x.shape[1]], dtype=torch.float64, device=x.device), group)
+    count = _sum(torch.tensor([x.numel() / x.shape[1]], dtype=widest(x.device.type), device=x.device), group)
     total = count.item()
     mean = _sum(wide.sum(axes), group) / total
     apart = wide - mean.view(shape)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import penstock
+from penstock.errors import UsageError
 
 DEFAULTS = [("meta", torch.float32), ("cpu", torch.float64), ("meta", torch.float16)]
 
@@ -73,3 +74,9 @@ def test_a_default_device_or_dtype_of_the_user_changes_nothing_of_ours_on_proces
     monkeypatch.setenv("PENSTOCK_TRANSPORT", transport)
     for found in on_processes(2, kinds_of_links, str(tmp_path), [("cpu", torch.float32), *DEFAULTS]):
         assert all(each == found[0] for each in found[1:])
+
+
+def test_nothing_is_computed_on_meta() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(UsageError, match="devices has meta, where nothing is computed"):
+        penstock.Pipeline(model, stages=2, microbatches=2, loss_fn=nn.MSELoss(), devices=["meta", "meta"])

@@ -23,6 +23,8 @@ AUTO = "auto"
 def check_devices(devices: Any) -> None:
     """Raise for devices that torch does not see here."""
     for device in () if devices is None or devices == AUTO else map(torch.device, devices):
+        if device.type == "meta":
+            raise UsageError("devices has meta, where nothing is computed; name 'cpu' or devices that torch sees here")
         if not on_accelerator(device):
             continue
         count = torch.accelerator.device_count() if device.type == accelerator() else 0

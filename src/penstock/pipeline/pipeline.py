@@ -326,7 +326,6 @@ class Pipeline:
         """
         return self.steps.run(Call("evaluate()", args, kwargs, target, loss_kwargs or {}, outputs, training=False))
 
-    @collective("predict()")
     def predict(
         self,
         *args: Any,

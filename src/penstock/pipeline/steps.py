@@ -186,7 +186,7 @@ class Steps:
                 replica.end(run.reports)
 
     def _drawing(self, run: Run) -> Entered:
-        return self.deployment.ranks.step()
+        return self.deployment.ranks.computing()
 
     # -- between steps
 

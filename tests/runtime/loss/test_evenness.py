@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ModelError, PenstockError
-from penstock.runtime.loss.evenness import Counted, TermCounts, compare_replicas
+from penstock.runtime.loss.evenness import EntryCount, TermCounts, compare_replicas
 
 
 def loss_fn(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
@@ -63,7 +63,7 @@ def test_all_ranks_of_all_replicas_hear_of_it_where_steps_overlap() -> None:
 
 def counts(values: list[float], shares: list[float], rows: list[float], **more: Any) -> TermCounts:
     counted = {
-        number: Counted(value, share, share, row, int(row) * 5)
+        number: EntryCount(value, share, share, row, int(row) * 5)
         for number, (value, share, row) in enumerate(zip(values, shares, rows, strict=True))
     }
     kind = {"is_weighted": False, "of_rows": True, "is_read": True, "slack": 1e-12, "measure": "rows", "by_rows": True}

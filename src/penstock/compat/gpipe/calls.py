@@ -262,7 +262,7 @@ class ForwardCall:
         """Run one half; an error of a stage comes out as it was raised there, with the place added."""
         program = self._programs[half]
         try:
-            with self.calls.ranks.step(alone):
+            with self.calls.ranks.computing(alone):
                 self.calls.ranks.run(program, inputs, variables=self._context)
             return
         except PeerFailure as failure:

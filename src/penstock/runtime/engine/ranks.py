@@ -157,8 +157,8 @@ class LocalRanks:
             yield
 
     @contextmanager
-    def step(self, alone: Iterable[Compute] = ()) -> Iterator[None]:
-        """Around a step: one at a time, with its own random numbers and precision.
+    def computing(self, alone: Iterable[Compute] = ()) -> Iterator[None]:
+        """Enter a step or an evaluation: one at a time, with its own random numbers and precision.
 
         `alone` is for the backward of a step whose forward ran by itself: which computes of it drew
         (`ThreadRandomness.alone`).

@@ -27,7 +27,7 @@ REMEDY = (
 )
 
 
-class Counted(NamedTuple):
+class EntryCount(NamedTuple):
     """One term of the loss of one microbatch."""
 
     value: float  # of each entry, in that loss
@@ -40,7 +40,7 @@ class Counted(NamedTuple):
 class TermCounts(NamedTuple):
     """One term of the losses of several microbatches or replicas, by number."""
 
-    counted: Mapping[int, Counted]
+    counted: Mapping[int, EntryCount]
     is_weighted: bool
     of_rows: bool
     is_read: bool
@@ -84,7 +84,7 @@ class TermCounts(NamedTuple):
 
 
 def term_counts(
-    terms: Sequence[Term], counted: Mapping[int, Counted], numbers: Sequence[Number], measure: Any, by_rows: bool
+    terms: Sequence[Term], counted: Mapping[int, EntryCount], numbers: Sequence[Number], measure: Any, by_rows: bool
 ) -> TermCounts:
     """Return one term of several losses, which may have other forms; `numbers` are those of one of them."""
     if any(term.has_columns for term in terms):  # A column of which nothing counts may be divided by 1 for any rows.
@@ -108,7 +108,7 @@ def compare_replicas(answers: Sequence[Sequence[tuple[Any, ...]]]) -> None:
     if len({tuple(kind[1:4] for kind in answer) for answer in known.values()}) != 1:
         return  # Their losses have other terms, of which nobody can tell.
     for terms in zip(*known.values(), strict=True):
-        counted = {number: Counted(*term[0]) for number, term in zip(known, terms, strict=True)}
+        counted = {number: EntryCount(*term[0]) for number, term in zip(known, terms, strict=True)}
         slack = max(term[4] for term in terms)
         found = TermCounts._make((counted, *terms[0][1:4], slack, *terms[0][5:])).unevenness("replicas")
         if found is not None:

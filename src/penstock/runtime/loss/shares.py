@@ -26,13 +26,12 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ModelError, UsageError
 from penstock.runtime.batch.microbatch import Batch
-from penstock.runtime.loss.evenness import REMEDY, TermCounts, term_counts
-from penstock.runtime.loss.evenness import Counted as Counts
+from penstock.runtime.loss.evenness import REMEDY, EntryCount, TermCounts, term_counts
 from penstock.runtime.loss.loss_options import LossOptions
 from penstock.runtime.loss.losses import is_elementwise, torch_reduction
 from penstock.runtime.loss.nodes import SUM as SUMMED
 from penstock.runtime.loss.reading import Form, Forms, Reading, read_loss, sums_rows
-from penstock.runtime.loss.weights import Counted, Entries, Measure, cross_entropy, find_entries
+from penstock.runtime.loss.weights import Entries, Measure, WeightFunction, cross_entropy, find_entries
 
 ITEMS = "num_items_in_batch"
 
@@ -104,7 +103,7 @@ class Weighing:
         self.loss_fn = loss_fn
         self.options = options
         self.uneven = uneven  # is called with a difference, in the place of an error
-        self._counted = None if options.weight is None else Counted(options.weight, tuple(names))
+        self._counted = None if options.weight is None else WeightFunction(options.weight, tuple(names))
         self._found: dict[Hashable, Measure] = {}  # by what the batch consists of
         self._warned = False
         self.forms: Forms = {}  # of the graphs that the loss has had
@@ -386,7 +385,7 @@ class BatchShares(Shares):
             return
         for index, terms in enumerate(zip(*forms.values(), strict=True)):
             counted = {
-                n: Counts(each[index].value(values[n]), shares[n], weights[n], rows[n], self._entries[n])
+                n: EntryCount(each[index].value(values[n]), shares[n], weights[n], rows[n], self._entries[n])
                 for n, each in forms.items()
             }
             yield term_counts(terms, counted, numbers, self.measure, self.measure is ROWS)

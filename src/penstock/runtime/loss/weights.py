@@ -40,7 +40,7 @@ class Measure(Protocol):
 # -- what the user counts
 
 
-class Counted:
+class WeightFunction:
     """The user's `LossOptions.weight`: a function of what step() is given, by name, or of the target."""
 
     def __init__(self, function: Callable[..., Any], names: tuple[str, ...] = ()) -> None:

@@ -13,6 +13,7 @@ import os
 import select
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -47,8 +48,10 @@ def share() -> None:
 
     folder()
     life()
-    warm.share_server()  # first, because its commands start servers of ranks of their own
-    processes.share_server()
+    with warnings.catch_warnings():
+        warnings.resetwarnings()  # In ranks and commands a warning is no error, as it is in tests.
+        warm.share_server()  # first, because its commands start servers of ranks of their own
+        processes.share_server()
 
 
 def answer_all(address: str, kind: socket.SocketKind, until: int, answer: Callable[[socket.socket], None]) -> None:

@@ -31,6 +31,7 @@ def run(folder: str, more: list[str]) -> dict[str, Any]:
     from penstock.tools.train.launch.stopping import Stop
     from penstock.tools.train.run.run_folder import RunFolder
     from penstock.tools.train.worker import Job, train_here
+    from penstock.writing import save
 
     torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH).__enter__()
     where: set[str] = set()
@@ -48,7 +49,7 @@ def run(folder: str, more: list[str]) -> dict[str, Any]:
 
     Pipeline.step = watched  # type: ignore[method-assign]
     text = Path(folder, "text.txt")
-    text.write_text("the quick brown fox jumps over the lazy dog; " * 200)
+    save(text, "the quick brown fox jumps over the lazy dog; " * 200)  # Another rank may read it by now.
     output = Path(folder, "run")
     config = load_config(None, [*TINY, f"data.source={text}", f"output={output}", *more])
     first = int(os.environ.get("RANK", "0")) == 0

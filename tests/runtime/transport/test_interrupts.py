@@ -363,3 +363,22 @@ def test_the_second_ctrl_c_in_the_middle_of_a_message_ends_the_group_by_name(pla
     for said in [*found[0], *found[1]]:
         assert said.startswith(f"rank {victim}: KeyboardInterrupt: Ctrl-C, again,")
         assert said.endswith("the group must be rebuilt")
+
+
+def test_one_that_comes_while_the_group_is_given_up_does_not_keep_the_others_waiting() -> None:
+    """The third of three within a millisecond left the call before any rank had heard of it: both waited 60 s."""
+    done = []
+
+    def give_up() -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append(CTRL_C.state)
+
+    def press_twice() -> None:
+        with CTRL_C.around_step(give_up=give_up):
+            signal.raise_signal(signal.SIGINT)  # is held
+            signal.raise_signal(signal.SIGINT)  # is raised at once
+
+    with pytest.raises(KeyboardInterrupt):
+        press_twice()
+    assert done == [State.CUT]
+    assert CTRL_C.state is State.OUTSIDE

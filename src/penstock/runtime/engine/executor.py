@@ -203,9 +203,11 @@ class Executor:
             for other in self._prepared.values():
                 other.entries.clear()
         if not prepared.entries:
-            prepared.entries.extend(map(self._entry, prepared.actions))
+            made = [self._entry(action) for action in prepared.actions]
             receives = Counter(map(self.mailbox.channel, filter(_is_receive, prepared.actions)))
             prepared.receives = [(self.mailbox.ends.receiving(channel), count) for channel, count in receives.items()]
+            # The last line of these: Ctrl-C may come between any two, and the next step asks for entries alone.
+            prepared.entries = made
         self._ready = True
         for end, count in prepared.receives:
             end.expect(count)

@@ -24,8 +24,9 @@ step or, where the step is complete and one of a loop, of the next one (`owed`).
 (or `owe`) that of the call; what is not drawn leaves the state as it is. In `held`, `due` and `again` one is held back:
 `due` is raised between two messages, or by a wait that may be left with nothing lost. Another one does not wait: it is
 raised at once, wherever that is (`cut`). Then nobody could tell whose messages those on the wires are, and the group is
-given up, of which every rank hears at once. In `left` the step is being left because of one, of which the others are
-told: the next is held once more. `waiting` is for a call that only collects what others report: it may be left.
+given up, of which every rank hears at once; one that comes while that is done is dropped. In `left` the step is being
+left because of one, of which the others are told: the next is held once more. `waiting` is for a call that only
+collects what others report: it may be left.
 """
 
 from __future__ import annotations
@@ -76,6 +77,14 @@ def _must_end(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _gives_up(frame: FrameType | None) -> bool:
+    """Return whether a call is just being left, where the group is given up."""
+    leaving = CtrlC.around_step.__wrapped__.__code__  # type: ignore[attr-defined]
+    while frame is not None and frame.f_code is not leaving:
+        frame = frame.f_back
+    return frame is not None
 
 
 class CtrlC:
@@ -148,6 +157,8 @@ class CtrlC:
             self.go("heard")
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.state is CUT and _gives_up(frame):
+            return  # One is on its way to the user already, and this one would leave the group as it is.
         event = "message" if self.state is OPEN and _must_end(frame) else "press"
         if TRANSITIONS[self.state].get(event) in HOLDING:
             self.go(event)

@@ -69,22 +69,23 @@ def uninterrupted(function: _Function) -> _Function:
     return function
 
 
+def _running(frame: FrameType | None) -> Iterator[CodeType]:
+    """Yield the code of a frame, of its caller, and so on."""
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
+
+
 def _must_end(frame: FrameType | None) -> bool:
     """Return whether something is under way that must come to its end first."""
-    while frame is not None:
-        code = frame.f_code
-        if code in _HOLDING or code.co_name == "__del__" or code.co_filename in _WEAK_FILES:
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        code in _HOLDING or code.co_name == "__del__" or code.co_filename in _WEAK_FILES for code in _running(frame)
+    )
 
 
 def _gives_up(frame: FrameType | None) -> bool:
     """Return whether a call is just being left, where the group is given up."""
-    leaving = CtrlC.around_step.__wrapped__.__code__  # type: ignore[attr-defined]
-    while frame is not None and frame.f_code is not leaving:
-        frame = frame.f_back
-    return frame is not None
+    return CtrlC.around_step.__wrapped__.__code__ in _running(frame)  # type: ignore[attr-defined]
 
 
 class CtrlC:
